@@ -105,7 +105,7 @@ test-all: $(ENV)
 # Two lanes in parallel.  The first runs the tests on the cluster, which wait more than they compute, and then the folders of
 # AFTER_CLUSTER; the second runs the others.  The first lane's output is shown when both have ended.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
-AFTER_CLUSTER := $(patsubst %,tests/%,sandbox sandbox_nodes harbor rollout documents engine tryout)
+AFTER_CLUSTER := $(patsubst %,tests/%,sandbox rollout documents engine cli)
 test-rest: $(ENV)
 	@$(BIN)/python -m tools.cluster packages
 	@echo "the tests on the cluster run meanwhile; log: $(CLUSTER_LOG)"
@@ -129,7 +129,7 @@ fast-312: env-312
 	.venv-312/bin/python -m pytest $(FAST)
 
 trainer-312: env-312
-	.venv-312/bin/python -m pytest -m "(core or full) and process" tests/trainer tests/convert tests/models
+	.venv-312/bin/python -m pytest -m "(core or full) and process" tests/trainer tests/models/convert tests/models
 
 # Their packages bring some hundred others, so they have an environment of their own, which sees this one's.
 TRACKERS := $(HPCRL_VENV)/trackers
@@ -139,7 +139,7 @@ $(TRACKERS): $(ENV)
 	$(BIN)/python -m pip --python $@/bin/python install --quiet --disable-pip-version-check --editable .[wandb,trackio,mlflow]
 
 trackers: $(TRACKERS)
-	$(TRACKERS)/bin/python -m pytest -rs tests/trackers
+	$(TRACKERS)/bin/python -m pytest -rs tests/report/trackers
 
 packages: $(ENV)
 	@$(BIN)/python -m tools.cluster packages --install
@@ -157,7 +157,7 @@ planted: $(ENV)
 	$(BIN)/python -m tools.planted $(PLANTED)
 
 sbatch: $(ENV)
-	$(BIN)/python -m tests.slurm.test_batch_script
+	$(BIN)/python -m tests.launch.slurm.test_batch_script
 
 docs: $(ENV)
 	$(BIN)/hpcrl options --write docs/options.md

@@ -42,7 +42,7 @@ from tests.support.runs import KEPT, NO_AGENT, POLICY, Run, make_task, recipe, r
 
 RANK = """
 import os, sys
-from hpcrl.trainer.megatron import cpu_shim
+from hpcrl.trainer.cpu import cpu_shim
 cpu_shim.install()
 import megatron.core.dist_checkpointing, megatron.core.models.gpt, megatron.core.optimizer
 import torch.distributed as dist
@@ -56,7 +56,7 @@ dist.destroy_process_group()
 #: two ranks, of which one raises as soon as it is told; the process group that they make then has another port
 INPROCESS = """
 import datetime, os, sys, time
-from hpcrl.trainer.megatron import cpu_shim
+from hpcrl.trainer.cpu import cpu_shim
 cpu_shim.install()
 import megatron.core.dist_checkpointing, megatron.core.models.gpt, megatron.core.optimizer
 import torch.distributed as dist

@@ -24,10 +24,10 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
+from hpcrl.doctor.selftest.tiny_model import make_model, make_prompts  # noqa: E402
+from hpcrl.doctor.selftest.whole_run import gpu_count, recipe_with_engines, run  # noqa: E402
 from hpcrl.report.metrics import last_records  # noqa: E402
 from hpcrl.run.rundir import RunDir  # noqa: E402
-from hpcrl.selftest.tiny_model import make_model, make_prompts  # noqa: E402
-from hpcrl.selftest.whole_run import gpu_count, recipe_with_engines, run  # noqa: E402
 
 #: about 2 billion parameters
 LARGE = {
@@ -117,9 +117,9 @@ def trained(model: Path, gpu: bool, rounds: int) -> list[float]:
     import torch
 
     from bench import trainer as bench
-    from hpcrl.convert.to_torch_dist import alone
-    from hpcrl.selftest.rank import device_alone
-    from hpcrl.selftest.trainer_model import alone_options, load
+    from hpcrl.doctor.selftest.rank import device_alone
+    from hpcrl.doctor.selftest.trainer_model import alone_options, load
+    from hpcrl.models.convert.to_torch_dist import alone
     from hpcrl.trainer.step import train_batch
 
     store = alone()

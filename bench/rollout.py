@@ -43,7 +43,6 @@ sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the sta
 
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.plan import Location, Plan  # noqa: E402
-from hpcrl.queue.auth import make_keys  # noqa: E402
 from hpcrl.rollout.engines.engine_client import EngineClient  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
 from hpcrl.rollout.engines.sampling import Sampling  # noqa: E402
@@ -54,6 +53,7 @@ from hpcrl.rollout.prompts.prompt_files import Prompt  # noqa: E402
 from hpcrl.rollout.prompts.prompt_source import Group  # noqa: E402
 from hpcrl.run.peers import EnginePeer, publish  # noqa: E402
 from hpcrl.run.rundir import RunDir  # noqa: E402
+from hpcrl.transport.auth import make_keys  # noqa: E402
 
 EACH, IN_FLIGHT = 8, 1000
 BATCH = 64  #: groups that the trainer learns from at once
@@ -232,7 +232,7 @@ async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
 
 async def real(root: Path, rounds: int) -> dict[str, Ways]:
     """Processor seconds a sample of a real engine's server, by load and way."""
-    from hpcrl.engines.http import ask
+    from hpcrl.engine.membership.http import ask
     from tests.support.engines import Engines
     from tests.support.tiny import make_model
 

@@ -35,7 +35,7 @@ from tests.support.runs import POLICY, Run, make_task, recipe  # noqa: E402
 
 RANK = """
 import os, sys
-from hpcrl.trainer.megatron import cpu_shim
+from hpcrl.trainer.cpu import cpu_shim
 cpu_shim.install()
 import megatron.core.dist_checkpointing, megatron.core.models.gpt, megatron.core.optimizer
 import torch.distributed as dist

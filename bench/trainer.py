@@ -33,8 +33,8 @@ import numpy as np  # noqa: E402
 
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.microbatches import make_schedule  # noqa: E402
-from hpcrl.queue.share_format import Share  # noqa: E402
 from hpcrl.sample import COMPLETED, Sample, SampleBatch  # noqa: E402
+from hpcrl.transport.share_format import Share  # noqa: E402
 
 MODEL = {
     "vocab_size": 4096,

@@ -35,7 +35,7 @@ import numpy as np  # noqa: E402
 
 from bench.weights_roles.hosts import BRIDGE, Host, switch  # noqa: E402
 from bench.weights_roles.members import BYTES, COLUMNS, LIMIT, RANKS, ROWS, Stage, member, plan_of  # noqa: E402
-from hpcrl.queue.torch_store import open_store  # noqa: E402
+from hpcrl.transport.torch_store import open_store  # noqa: E402
 
 HERE = "127.0.0.1"
 BUCKET = 64 * 2**20

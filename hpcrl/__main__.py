@@ -2,7 +2,7 @@
 
 import sys
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

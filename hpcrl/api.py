@@ -24,20 +24,20 @@ from typing import IO, Any
 
 import msgspec
 
-from hpcrl.commands.find_run import Ending, Jobs, find_run, look_at_run
-from hpcrl.commands.first_steps.init import write_folder
+from hpcrl.cli.find_run import Ending, Jobs, find_run, look_at_run
+from hpcrl.cli.init import write_folder
 from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.job import directory_of, run_dir_of
-from hpcrl.plain_text import strip_control
 from hpcrl.report.metrics import read_metrics
 from hpcrl.report.run_files import Run, StageFiles, entries, load_json
 from hpcrl.report.run_status import Status
 from hpcrl.run.started_runs import is_run
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.signs import LastSign
-from hpcrl.untrusted_files import as_given, open_append, open_regular
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.plain_text import strip_control
+from hpcrl.utils.untrusted_files import as_given, open_append, open_regular
 
 OUTPUT = "launcher.log"  #: in RUN/logs: what a run says that this interpreter does not wait for
 LOOK = 0.1  #: seconds between looks at a process that is followed
@@ -158,7 +158,7 @@ def submit(
         UsageError: for what the command would refuse, and then nothing is left behind.
     """
     from hpcrl.launch.site_file import load_site
-    from hpcrl.slurm.submission import submit_new
+    from hpcrl.launch.slurm.submission import submit_new
 
     changes = dict(set or {}) | {
         key: value for key, value in {"time": time, "layout": layout}.items() if value is not None
@@ -322,7 +322,7 @@ class OpenRun:
         Raises:
             HpcrlError: if it is not at work.
         """
-        from hpcrl.commands.stop import stop
+        from hpcrl.cli.stop import stop
 
         with contextlib.redirect_stdout(io.StringIO()):
             stop([str(self.root)])

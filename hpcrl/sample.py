@@ -1,8 +1,9 @@
 """The data: a sample (prompt + response), a batch of samples as columns, and a sample as bytes.
 
 Invariants: a `SampleBatch` is a handful of contiguous numpy arrays, whatever the number of samples; the wire carries
-these arrays as they are (see `queue/share_format.py`), so no per-token Python object exists between engine and trainer.
-The columns are declared once, in COLUMNS, and the other fields in `Sample`; every form of bytes follows from these two.
+these arrays as they are (see `transport/share_format.py`), so no per-token Python object exists between engine and
+trainer. The columns are declared once, in COLUMNS, and the other fields in `Sample`; every form of bytes follows from
+these two.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ probe)
     ;;
 boxes)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.sandbox_nodes.trial "$1/$host.json" "${@:2}"
+    exec "$HPCRL_PYTHON" -m hpcrl.sandbox.nodes.trial "$1/$host.json" "${@:2}"
     ;;
 doctor)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
@@ -49,7 +49,7 @@ doctor)
     ;;
 selftest)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.selftest.job "$@" --host "$host"
+    exec "$HPCRL_PYTHON" -m hpcrl.doctor.selftest.job "$@" --host "$host"
     ;;
 host)
     if [ "${HPCRL_TASKS:-hosts}" = slots ]; then set -- "$@" --slot "$SLURM_LOCALID"; fi

@@ -136,7 +136,7 @@ def test_submit_takes_the_same(recipe: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Options by name, and what the command has of its own; what comes back is the first job."""
     calls: list[Any] = []
     monkeypatch.setattr(
-        "hpcrl.slurm.submission.submit_new", lambda *given: calls.append(given) or (None, ["job", "next"])
+        "hpcrl.launch.slurm.submission.submit_new", lambda *given: calls.append(given) or (None, ["job", "next"])
     )
     job = hpcrl.submit(
         recipe.parent, time="1:00:00", set={"python": "/p"}, chain=2, name="x", rl={"lr": 1}, run_dir="d"

@@ -17,100 +17,129 @@ pytestmark = pytest.mark.lint
 ROOT = Path(__file__).parents[1] / "hpcrl"
 FILES = sorted(ROOT.rglob("*.py"))
 
-#: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
-FLOORS = (
-    {"__init__", "errors", "plain_text"},
-    {"untrusted_files", "findings", "shipped_files", "toolbox", "device_copies"},
-    {"config", "heartbeat", "pickles", "processors", "sample", "sandbox", "token_frames"},
-    {"plan", "microbatches", "handover", "algorithms", "slime", "harbor"},
-    {"groups", "run"},
-    {"model_files", "models", "prompt_files", "queue", "report"},
-    {"adapters", "compiled", "engines", "redistribution", "sandbox_nodes"},
+#: the packages from the bottom up: each, and each file of the first level, imports only what lies further down
+ORDER = (
+    {"__init__", "errors"},
+    {"utils"},
+    {"config", "sample"},
+    {"plan", "microbatches", "algorithms"},
+    {"groups"},
+    {"run"},
+    {"transport"},
+    {"sandbox"},
+    {"report"},
+    {"models"},
+    {"engine/membership"},
     {"weights"},
-    {"memory", "recipe_here", "trackers"},
-    {"speed"},
-    {"rollout", "engine", "trainer", "launch"},
-    {"convert", "doctor"},
-    {"slurm", "mpi", "selftest"},
-    {"commands", "rehearsal"},
-    {"tryout"},
-    {"api"},
+    {"rollout", "engine", "trainer"},
+    {"launch"},
+    {"planning"},
+    {"doctor"},
     {"cli"},
+    {"api"},
     {"__main__"},
 )
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+PLACE = {package: number for number, packages in enumerate(ORDER) for package in packages}
+#: (module, what it imports) against the order, until each is turned round; exact
+UPWARD = {
+    ("config.slime.script", "sandbox.private_root"),
+    ("config.slime.script", "sandbox.run"),
+    ("engine.adapter_requests", "trainer.lora.serving"),
+    ("engine.params.adapter_slot", "trainer.lora.matrices"),
+    ("engine.params.adapter_slot", "trainer.lora.serving"),
+    ("engine.params.adapter_slot", "trainer.lora.settings"),
+    ("engine.sampling_route", "trainer.lora.serving"),
+    ("engine.server_settings", "planning.memory.engine"),
+    ("engine.server_settings", "trainer.lora.serving"),
+    ("engine.weight_receiver", "trainer.lora.serving"),
+    ("launch.slurm.srun", "doctor.all_nodes"),
+    ("models.convert.adapter", "trainer.lora.base_digest"),
+    ("models.convert.adapter", "trainer.lora.matrices"),
+    ("models.convert.adapter", "trainer.lora.peft"),
+    ("models.convert.adapter", "trainer.lora.settings"),
+    ("models.convert.to_fp8", "weights.fp8"),
+    ("models.convert.to_hf", "trainer.lora.settings"),
+    ("models.convert.to_torch_dist", "trainer"),
+    ("models.convert.to_torch_dist", "trainer.checkpoint"),
+    ("models.convert.to_torch_dist", "trainer.checkpoint.save_load"),
+    ("models.convert.to_torch_dist", "trainer.collectives"),
+    ("models.convert.to_torch_dist", "trainer.cpu"),
+    ("models.convert.to_torch_dist", "trainer.megatron"),
+    ("models.convert.to_torch_dist", "trainer.megatron.hf_weights"),
+    ("models.convert.to_torch_dist", "trainer.megatron.parameter_shards"),
+    ("models.convert.to_torch_dist", "weights.fp8"),
+    ("models.convert.to_torch_dist", "weights.from_fp8"),
+    ("planning.rehearsal.command", "cli.recipe_argument"),
+    ("run.compile_cache.shape", "models.files.config_json"),
+    ("trainer.step.speed", "planning.flops"),
+    ("trainer.step.speed", "planning.gpu_specs"),
+    ("weights.sender", "trainer.lora.serving"),
+}
 #: what takes seconds to import
 HEAVY = {"torch", "vllm", "megatron", "transformers", "ray"}
-#: rooms that a login node uses, where nothing heavy is imported at the top of a file
+#: folders and files that a login node uses, where nothing heavy is imported at the top of a file
 LIGHT = {
-    "adapters",
-    "untrusted_files",
-    "cli",
-    "commands",
-    "compiled",
-    "config",
-    "doctor",
-    "errors",
-    "findings",
-    "groups",
-    "heartbeat",
-    "handover",
-    "harbor",
-    "launch",
-    "memory",
-    "mpi",
-    "plain_text",
-    "plan",
-    "processors",
-    "prompt_files",
-    "recipe_here",
-    "redistribution",
-    "report",
-    "run",
-    "sample",
-    "sandbox",
-    "selftest",
-    "shipped_files",
-    "slime",
-    "slurm",
-    "speed",
-    "toolbox",
-    "tryout",
+    "api.py",
+    "cli/",
+    "config/",
+    "doctor/",
+    "errors.py",
+    "groups.py",
+    "launch/",
+    "plan.py",
+    "planning/flops.py",
+    "planning/gpu_specs.py",
+    "planning/memory/",
+    "report/",
+    "rollout/prompts/first_rows.py",
+    "rollout/prompts/row_checks.py",
+    "rollout/prompts/rows.py",
+    "run/",
+    "sample.py",
+    "sandbox/",
+    "trainer/lora/matrices.py",
+    "trainer/lora/base_digest.py",
+    "trainer/lora/peft.py",
+    "trainer/lora/serving.py",
+    "trainer/lora/settings.py",
+    "utils/",
+    "weights/colocation.py",
+    "weights/redistribution/",
 }
-MOST = 20  #: files in one room
-#: modules that read files past untrusted_files.py, and what they read: nothing that lies in a run directory, or that a
+MOST = 40  #: files in one folder
+#: modules that read files past utils/untrusted_files.py, and what they read: nothing that lies in a run directory, or that a
 #: user names
 READERS = {
-    "slime/launcher.py": "inside the sandbox, what the script itself wrote",
-    "slime/launcher_values.py": "inside the sandbox, the script itself",
-    "untrusted_files.py": "the one reader",
+    "config/slime/launcher.py": "inside the sandbox, what the script itself wrote",
+    "config/slime/launcher_values.py": "inside the sandbox, the script itself",
+    "utils/untrusted_files.py": "the one reader",
     "trainer/checkpoint/forked_writer.py": "/proc",
-    "compiled/store.py": "archives of compiled code, with the same flags, in a directory that it holds open",
+    "run/compile_cache/store.py": "archives of compiled code, with the same flags, in a directory that it holds open",
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
-    "model_files/torch_dist.py": "checkpoints, as large as a model",
-    "prompt_files/rows.py": "prompt files, read row by row",
+    "models/files/torch_dist.py": "checkpoints, as large as a model",
+    "rollout/prompts/rows.py": "prompt files, read row by row",
     "sandbox/images/archives.py": "archives of images, as large as these, within bounds of its own",
     "sandbox/images/sif.py": "the same",
     "sandbox/images/staging.py": "the first bytes of an image",
     "sandbox/kinds/runtime.py": "the loader that runs this interpreter",
-    "toolbox/plugins.py": "the package's own source; lies below the reader",
+    "utils/plugins.py": "the package's own source; lies below the reader",
 }
 #: modules that write files past `write_atomic`, `write_first`, `open_append` and `touch`, and what they write
 WRITERS = {
-    "cli.py": "/dev/null",
-    "compiled/archive.py": "what it unpacks into a directory that is moved into place, file by file, once it is whole",
-    "compiled/store.py": "archives as large as compiled code, next to what they take the place of, then renamed",
-    "commands/first_steps/options.py": "what --write names",
-    "commands/selftest.py": "what --report names",
-    "convert/to_fp8.py": "a model's directory, which is put into its place as a whole",
+    "cli/main.py": "/dev/null",
+    "run/compile_cache/archive.py": "what it unpacks into a directory that is moved into place, file by file, once it is whole",
+    "run/compile_cache/store.py": "archives as large as compiled code, next to what they take the place of, then renamed",
+    "cli/options.py": "what --write names",
+    "cli/selftest.py": "what --report names",
+    "models/convert/to_fp8.py": "a model's directory, which is put into its place as a whole",
     "doctor/directories.py": "a probe",
-    "heartbeat.py": "a few bytes every few seconds, which need not be on disk",
-    "model_files/config_json.py": "a model's directory, which is put into its place as a whole",
-    "model_files/hf_writer.py": "a model's directory, which is put into its place as a whole",
-    "mpi/mpirun.py": "a hostfile in a scratch directory",
-    "rehearsal/engine_process.py": "a scratch directory",
-    "rehearsal/process.py": "a scratch directory",
-    "rehearsal/runner.py": "a scratch directory",
+    "run/heartbeat.py": "a few bytes every few seconds, which need not be on disk",
+    "models/files/config_json.py": "a model's directory, which is put into its place as a whole",
+    "models/files/hf_writer.py": "a model's directory, which is put into its place as a whole",
+    "launch/mpi/mpirun.py": "a hostfile in a scratch directory",
+    "planning/rehearsal/engine_process.py": "a scratch directory",
+    "planning/rehearsal/process.py": "a scratch directory",
+    "planning/rehearsal/runner.py": "a scratch directory",
     "report/metrics.py": "TensorBoard's own files",
     "report/timeline/spans.py": "spans, the cheapest way, or none at all",
     "rollout/samplers/verifiers_env.py": "prompt files, where the user says",
@@ -126,31 +155,31 @@ WRITERS = {
     "sandbox/main.py": "what a confined command has left, into a directory of the caller's",
     "sandbox/private_root.py": "memory of the sandbox's own",
     "sandbox/system_calls.py": "/proc",
-    "selftest/tiny_model.py": "a model in a scratch directory",
-    "selftest/whole_run.py": "a recipe and a log in a scratch directory",
-    "commands/import_script.py": "a scratch directory",
-    "slime/launcher.py": "inside the sandbox, which ends with it",
-    "slime/launcher_values.py": "inside the sandbox, which ends with it",
-    "slime/script.py": "a scratch directory",
+    "doctor/selftest/tiny_model.py": "a model in a scratch directory",
+    "doctor/selftest/whole_run.py": "a recipe and a log in a scratch directory",
+    "cli/import_script.py": "a scratch directory",
+    "config/slime/launcher.py": "inside the sandbox, which ends with it",
+    "config/slime/launcher_values.py": "inside the sandbox, which ends with it",
+    "config/slime/script.py": "a scratch directory",
     "trainer/checkpoint/copy_files.py": "parts of a copy in memory, and of a checkpoint; their index comes last",
     "trainer/checkpoint/save_load.py": "a probe",
-    "untrusted_files.py": "open_append",
+    "utils/untrusted_files.py": "open_append",
     "weights/disk.py": "safetensors files, as large as a model",
 }
 #: the files that choose mpirun
-CHOOSERS = {"commands/hostfile.py", "commands/launch.py", "commands/plan.py"}
+CHOOSERS = {"cli/hostfile.py", "cli/launch.py", "cli/plan.py"}
 #: a word of Slurm's own: its commands, its states
 SLURMS = re.compile(r"(?i:\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b")
 #: where one may stand outside of its room: help, a site's keys
 SLURMS_ALLOWED = {
-    "mpi/mpirun.py",
-    "cli.py",
-    "commands/hostfile.py",
-    "commands/submit.py",
-    "commands/doctor.py",
+    "launch/mpi/mpirun.py",
+    "cli/main.py",
+    "cli/hostfile.py",
+    "cli/submit.py",
+    "cli/doctor.py",
     "launch/site.py",
-    "commands/resume.py",
-    "mpi/hostfile.py",
+    "cli/resume.py",
+    "launch/mpi/hostfile.py",
 }
 
 
@@ -175,32 +204,34 @@ def words(path: Path) -> Iterator[ast.Constant]:
             yield node
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def package(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return next((name for name in ("/".join(parts[:2]), parts[0]) if name in PLACE), "/".join(parts))
 
 
-def room_of(module: str) -> str:
-    """The room that an import of `hpcrl...` leads to; names of the package itself, such as __version__, lie in its
-    __init__."""
-    name = module.split(".")[1] if "." in module else "__init__"
-    return name if name in FLOOR else "__init__"
+def package_of(module: str) -> str:
+    """The package that an import of `hpcrl...` leads to; names of hpcrl itself, such as __version__, lie in its __init__."""
+    parts = module.split(".")[1:]
+    return next((name for name in ("/".join(parts[:2]), "/".join(parts[:1])) if name in PLACE), "__init__")
 
 
-def test_every_room_has_its_floor() -> None:
-    assert {room(path) for path in FILES} == set(FLOOR)
+def test_every_package_has_its_place() -> None:
+    assert {package(path) for path in FILES} == set(PLACE)
 
 
-def test_floors() -> None:
+def test_packages_import_downwards() -> None:
+    upward = set()
     for path in FILES:
-        here = room(path)
+        here = package(path)
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        light = str(path.relative_to(ROOT)).startswith(tuple(LIGHT)) and path.name != "device_copies.py"
         for line, module, top in imports(path):
-            there = room_of(module)
-            if module.split(".")[0] == "hpcrl" and there != here:
-                assert FLOOR[there] < FLOOR[here], (
-                    f"{path}:{line}: {here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})"
-                )
-            if here in LIGHT and top:
+            there = package_of(module)
+            if module.split(".")[0] == "hpcrl" and there != here and PLACE[there] >= PLACE[here]:
+                upward.add((name, module.removeprefix("hpcrl.")))
+            if light and top:
                 assert module.split(".")[0] not in HEAVY, f"{path}:{line}: imports {module} at the top"
+    assert upward == UPWARD, sorted(upward ^ UPWARD)
 
 
 def test_mpirun_is_named_by_choosers() -> None:
@@ -210,14 +241,14 @@ def test_mpirun_is_named_by_choosers() -> None:
         named = [(line, module) for line, module, _ in imports(path)]
         named += [(node.lineno, node.value) for node in words(path) if node.value.startswith("hpcrl.")]
         for line, module in named:
-            if re.match(r"hpcrl\.mpi\b", module) and room(path) != "mpi":
+            if re.match(r"hpcrl\.launch\.mpi\b", module) and path.parent.name != "mpi":
                 assert name in CHOOSERS, f"{path}:{line}: names {module}"
 
 
 def test_only_slurms_room_speaks_slurm() -> None:
     """In code: comments and docstrings may tell of Slurm by way of example."""
     for path in FILES:
-        if room(path) == "slurm" or str(path.relative_to(ROOT)) in SLURMS_ALLOWED:
+        if path.parent.name == "slurm" or str(path.relative_to(ROOT)) in SLURMS_ALLOWED:
             continue
         for node in words(path):
             assert not SLURMS.search(node.value), f"{path}:{node.lineno}: {node.value!r}"
@@ -281,7 +312,7 @@ def writes(node: ast.AST) -> bool:
 def test_files_are_read_by_the_one_reader() -> None:
     """What lies in a run directory may be a FIFO, a link or endless: `untrusted_files` reads it.  READERS is exact."""
     found = {str(path.relative_to(ROOT)) for path in FILES if any(map(reads, nodes(path)))}
-    assert not found - set(READERS), "read files by hpcrl/untrusted_files.py"
+    assert not found - set(READERS), "read files by hpcrl/utils/untrusted_files.py"
     assert not set(READERS) - found, "READERS names modules that read nothing"
 
 
@@ -335,19 +366,19 @@ def test_nobody_listens_on_every_interface() -> None:
 def test_one_deadline_and_one_plugin_room() -> None:
     """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginFolder`."""
     again = {
-        "queue/client.py": "when it repeats itself",
-        "engines/fleet.py": "when it looks at the engines",
+        "transport/client.py": "when it repeats itself",
+        "engine/membership/broadcast.py": "when it looks at the engines",
         "weights/pieces/device_transport.py": "when it looks at its peers",
     }
     sums = set()
     for path in FILES:
         name, text = str(path.relative_to(ROOT)), path.read_text()
-        if room(path) == "toolbox":
+        if package(path) == "utils":
             continue
-        assert "iter_modules" not in text and 'glob("*.py")' not in text, f"{name}: use hpcrl/toolbox/plugins.py"
+        assert "iter_modules" not in text and 'glob("*.py")' not in text, f"{name}: use hpcrl/utils/plugins.py"
         if "monotonic() +" in text:
             sums.add(name)
-    assert not sums - set(again), "use hpcrl/toolbox/deadline.py"
+    assert not sums - set(again), "use hpcrl/utils/deadline.py"
     assert not set(again) - sums, "these have none any more"
 
 
@@ -363,7 +394,7 @@ def test_there_is_one_sign_of_life() -> None:
     """Since when somebody was not heard of, or we gave no sign, is a `LastSign`."""
     health = {"rollout/engines/external.py"}  # of engines
     found = {str(path.relative_to(ROOT)) for path in FILES if any(map(compares_silence, nodes(path)))}
-    assert found <= health, "use hpcrl/toolbox/signs.py"
+    assert found <= health, "use hpcrl/utils/liveness.py"
 
 
 def within(loop: ast.AST) -> Iterator[ast.AST]:
@@ -406,11 +437,11 @@ def grows(node: ast.AST) -> bool:
 def test_there_is_one_way_to_try_again() -> None:
     """What may pass is tried again by `retry`, and pauses that grow are `Pauses`."""
     for path in FILES:
-        if room(path) == "toolbox":
+        if package(path) == "utils":
             continue
         for node in nodes(path):
             loop = isinstance(node, ast.For | ast.While) and tries_again(node)
-            assert not (loop or grows(node)), f"{path}:{node.lineno}: use hpcrl/toolbox/retry.py"
+            assert not (loop or grows(node)), f"{path}:{node.lineno}: use hpcrl/utils/retry.py"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpcrl
-from hpcrl.slime.launcher_values import guarded
+from hpcrl.config.slime.launcher_values import guarded
 from tests.support.caches import FORGOTTEN, KEPT
 from tests.support.sources import nodes
 

@@ -58,7 +58,7 @@ def test_what_does_not_divide_is_refused() -> None:
 
 def test_plan_marks_groups_across_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan command says which groups span hosts."""
-    from hpcrl.cli import main
+    from hpcrl.cli.main import main
 
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=2\n")
     (tmp_path / "r.toml").write_text(

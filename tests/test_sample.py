@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.queue.share_format import WIRE, decode, encode
 from hpcrl.rollout.ledger import bank
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.prompts.prompt_files import Prompt
@@ -33,6 +32,7 @@ from hpcrl.sample import (
     struct_of,
     unpack,
 )
+from hpcrl.transport.share_format import WIRE, decode, encode
 from tests.support.shares import share_of
 
 PROMPT, RESPONSE = 3, 5

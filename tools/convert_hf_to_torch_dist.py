@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", "to-torch-dist", *sys.argv[1:]]))

@@ -9,13 +9,13 @@ import zmq
 
 from bench.queue_roles.work import DIFFERENT, Control, Passes, batches, read, timed
 from hpcrl.plan import Location, Plan
-from hpcrl.queue import auth
-from hpcrl.queue.client import QueueClient
-from hpcrl.queue.rank_state import Rank
-from hpcrl.queue.server import QueueServer
-from hpcrl.queue.share_format import Share
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import SampleBatch
+from hpcrl.transport import auth
+from hpcrl.transport.client import QueueClient
+from hpcrl.transport.rank_state import Rank
+from hpcrl.transport.server import QueueServer
+from hpcrl.transport.share_format import Share
 
 PLAN = Plan("bench", 0, (Location("127.0.0.1", (0,)),), (), Location("127.0.0.1", ()))
 MICRO_BATCHES = [[[row] for row in range(256)]]

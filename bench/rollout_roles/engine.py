@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.engine import lean_route, main, server, server_settings
-from hpcrl.engine.lean_route import LeanRoute, Receive, Send
+from hpcrl.engine import main, sampling_route, server, server_settings
+from hpcrl.engine.sampling_route import LeanRoute, Receive, Send
 
 OWN = "/bench/own"
 ROUTE = "bench.rollout_roles.engine.OwnRoute"
@@ -33,7 +33,9 @@ async def own(client: Any, receive: Receive, send: Send) -> None:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    groups, each, prompt, tokens = msgspec.json.decode(await lean_route._body(receive), type=tuple[int, int, int, int])
+    groups, each, prompt, tokens = msgspec.json.decode(
+        await sampling_route._body(receive), type=tuple[int, int, int, int]
+    )
 
     async def one(number: int, index: int) -> None:
         params = SamplingParams(
@@ -51,7 +53,7 @@ async def own(client: Any, receive: Receive, send: Send) -> None:
             pass
 
     await asyncio.gather(*(one(number, index) for number in range(groups) for index in range(each)))
-    await lean_route._text(send, 200, "")
+    await sampling_route._text(send, 200, "")
 
 
 if __name__ == "__main__":

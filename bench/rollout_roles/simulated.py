@@ -16,7 +16,7 @@ import sys
 import msgspec
 import numpy as np
 
-from hpcrl.token_frames import GENERATE, SampleAnswer, frame, read_request
+from hpcrl.transport.token_frames import GENERATE, SampleAnswer, frame, read_request
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -22,14 +22,14 @@ import torch
 from bench.weights_roles.hosts import Host
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, whole
-from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
 from hpcrl.weights.pieces.gathered import StreamedValues
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport
 from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
+from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker, whole
+from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 
 #: BYTES of bf16
 RANKS = 4

@@ -21,8 +21,8 @@ from hpcrl.config.custom_functions import guarded
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.algorithm_needs import policy_loss_name
-from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.utils.device_copies import to_device
 
 DIFFERENCE = "train_rollout_logprob_abs_diff"
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from hpcrl.config.foreign_imports import answer_foreign_imports
 from hpcrl.config.module_search import find_module, search_path
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.untrusted_files import read_given_bytes
+from hpcrl.utils.untrusted_files import read_given_bytes
 
 T = TypeVar("T")
 

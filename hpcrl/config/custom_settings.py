@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import UsageError
-from hpcrl.untrusted_files import read_given
+from hpcrl.utils.untrusted_files import read_given
 
 
 def with_own_settings(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

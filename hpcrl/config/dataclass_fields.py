@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.value_types import Kind, union
-from hpcrl.untrusted_files import read_given
+from hpcrl.utils.untrusted_files import read_given
 
 _PLAIN = {
     "bool": "bool",

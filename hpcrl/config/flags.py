@@ -15,7 +15,7 @@ from hpcrl.config.setting_names import find_flag, find_in, put
 from hpcrl.config.stage_flags import TABLES, split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
-from hpcrl.toolbox.arguments import declare
+from hpcrl.utils.arguments import declare
 
 _NUMBER = re.compile(r"-\.?\d")
 

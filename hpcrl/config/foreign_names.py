@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.config.module_search import find_module, search_path
-from hpcrl.untrusted_files import read_given_bytes
+from hpcrl.utils.untrusted_files import read_given_bytes
 
 ROOTS = ("slime", "vime")  #: the packages that are answered for
 _GRADERS = {

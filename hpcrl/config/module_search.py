@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from hpcrl.config.passthrough import flag
 from hpcrl.errors import UsageError
-from hpcrl.untrusted_files import as_given
+from hpcrl.utils.untrusted_files import as_given
 
 
 def search_path(first: Sequence[str] = ()) -> list[str]:

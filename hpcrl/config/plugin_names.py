@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.utils.plugins import PluginFolder
 
 Kind = Literal["estimators", "losses", "corrections", "kl"]
 ROOM = Path(__file__).parents[1] / "algorithms"

@@ -35,8 +35,8 @@ from hpcrl.config.rules.values import build_options
 from hpcrl.config.setting_names import gather, own, spell
 from hpcrl.config.stage_flags import flags_of, place_flags, reach, split_name, spread_flags, stage_flag
 from hpcrl.errors import UsageError, parts_of, raise_together
-from hpcrl.shipped_files import copy_hint
-from hpcrl.untrusted_files import as_given, parse_toml, read_given
+from hpcrl.utils.shipped_files import copy_hint
+from hpcrl.utils.untrusted_files import as_given, parse_toml, read_given
 
 _STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are not options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")

@@ -1,5 +1,5 @@
 """What is looked at before anything runs: packages, directories, and with --nodes the nodes of a job.
 
-Open `hpcrl/commands/doctor.py` first; `one_node.py` is what runs on a node, `node_reports.py` judges what all of them
+Open `hpcrl/cli/doctor.py` first; `one_node.py` is what runs on a node, `node_reports.py` judges what all of them
 say.
 """

@@ -26,14 +26,14 @@ import msgspec
 from hpcrl.doctor.node_records import share_records
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
 from hpcrl.doctor.one_node import REPORT, UNSEEN
-from hpcrl.findings import Finding, failed, last_line
 from hpcrl.launch.probe import HostReport
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import write_atomic
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.untrusted_files import read_json, touch
+from hpcrl.utils.check_results import Finding, failed, last_line
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.untrusted_files import read_json, touch
 
 LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
 SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file system, and the all-reduce

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hpcrl.errors import UsageError
-from hpcrl.findings import Finding
 from hpcrl.sandbox.kinds.choose import VARIABLE, chosen
 from hpcrl.sandbox.kinds.trial import kind_refusals
+from hpcrl.utils.check_results import Finding
 
 
 def check_kinds(asked: Collection[str] = ()) -> Finding:

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.errors import DataError
-from hpcrl.findings import Finding, count, last_line, size
-from hpcrl.model_files.config_json import read_config
-from hpcrl.model_files.safetensors_files import AGAIN, SINGLE, read_header, read_index
+from hpcrl.models.files.config_json import read_config
+from hpcrl.models.files.safetensors_files import AGAIN, SINGLE, read_header, read_index
 from hpcrl.run.process import run_command
-from hpcrl.untrusted_files import read_system
+from hpcrl.utils.check_results import Finding, count, last_line, size
+from hpcrl.utils.untrusted_files import read_system
 
 SECONDS = 120.0
 _LOAD = "import sys; from hpcrl.rollout.prompts.tokenizer import load_tokenizer as f; print(f(sys.argv[1]).vocab_size)"

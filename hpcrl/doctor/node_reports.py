@@ -12,8 +12,8 @@ import msgspec
 from hostlist import BadHostlist, collect_hostlist
 
 from hpcrl.errors import UsageError
-from hpcrl.findings import Finding, Level, count, size
 from hpcrl.launch.probe import HostReport, choose
+from hpcrl.utils.check_results import Finding, Level, count, size
 
 SKEW = 1.0  #: seconds that two clocks may differ by
 ENGINE = "transformer-engine"

@@ -35,14 +35,14 @@ import psutil
 from hpcrl.doctor.node_records import NodeRecord, all_records, leave_record, pause
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, peers_of
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.findings import last_line
 from hpcrl.launch.probe import Network, choose, host_report
 from hpcrl.plan import Location, socket_names
 from hpcrl.run.process import PARENT, die_with_parent, run_command
 from hpcrl.run.rundir import listed, write_atomic
-from hpcrl.toolbox.deadline import Deadline, poll
-from hpcrl.toolbox.installed import version
-from hpcrl.untrusted_files import touch
+from hpcrl.utils.check_results import last_line
+from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.installed import version
+from hpcrl.utils.untrusted_files import touch
 
 PACKAGES = (
     *("hpcrl", "torch", "vllm", "megatron-core", "transformers"),

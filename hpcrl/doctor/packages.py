@@ -10,9 +10,9 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hpcrl.findings import Finding
-from hpcrl.toolbox.installed import version
-from hpcrl.untrusted_files import read_given
+from hpcrl.utils.check_results import Finding
+from hpcrl.utils.installed import version
+from hpcrl.utils.untrusted_files import read_given
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 MEND = "see docs/install.md"

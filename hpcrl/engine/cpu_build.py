@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from hpcrl.untrusted_files import read_system
+from hpcrl.utils.untrusted_files import read_system
 
 Kernels = list[tuple[Any, Any]]
 

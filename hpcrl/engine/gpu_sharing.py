@@ -1,5 +1,5 @@
-"""The engine's side of the hand-over of shared GPUs (`hpcrl.handover`): it sleeps and wakes on command, and answers no
-request while the trainer has the GPUs.
+"""The engine's side of the hand-over of shared GPUs (`hpcrl.weights.colocation`): it sleeps and wakes on command, and
+answers no request while the trainer has the GPUs.
 
     POST /hpcrl/turn {"event": "sleep" | "take" | "wake-weights" | ...}   -> {"state": ..., "bytes": freed or allocated}
 
@@ -18,10 +18,10 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.engines.http import TURN
-from hpcrl.handover import EnginesHold, Event, HandOver, OutOfTurn
-from hpcrl.token_frames import ABORT
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.engine.membership.http import TURN
+from hpcrl.transport.token_frames import ABORT
+from hpcrl.utils.deadline import Deadline
+from hpcrl.weights.colocation import EnginesHold, Event, HandOver, OutOfTurn
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

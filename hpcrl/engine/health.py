@@ -27,7 +27,7 @@ from typing import IO, Any
 import psutil
 
 from hpcrl.engine.gpu_sharing import UPDATES
-from hpcrl.engines.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, ask
+from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, ask
 from hpcrl.run.process import descendants
 
 #: calls that vLLM's core makes in one step: whole weight updates, sleep, checks of weights

@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from hpcrl.errors import UsageError
-from hpcrl.queue.auth import key_of_engine
-from hpcrl.untrusted_files import read_given_bytes
+from hpcrl.transport.auth import key_of_engine
+from hpcrl.utils.untrusted_files import read_given_bytes
 
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
 REALM = "HPCRL_HTTP_KEY_REALM"

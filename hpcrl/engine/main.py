@@ -23,17 +23,15 @@ from pathlib import Path
 
 import psutil
 
-from hpcrl.compiled.kept_code import NOT_KEPT, KeptCode
 from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
+from hpcrl.engine.membership.http import HEALTH, REFUSED, TURN, Address, ask, status
 from hpcrl.engine.multi_node import bound_socket, meet, variables
 from hpcrl.engine.server_settings import LISTEN_FD, build, gpu_wishes, server_environment
-from hpcrl.engines.http import HEALTH, REFUSED, TURN, Address, ask, status
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.handover import Event
-from hpcrl.model_files.config_json import read_config
-from hpcrl.queue.auth import HTTP_KEY
+from hpcrl.models.files.config_json import read_config
 from hpcrl.report.timeline.spans import Timeline, role_timeline
+from hpcrl.run.compile_cache.role_cache import NOT_KEPT, KeptCode
 from hpcrl.run.engine_files import record_end, restart_limit, was_up
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import overruled
@@ -42,7 +40,9 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.run.scratch import SHORT, Scratch
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.transport.auth import HTTP_KEY
+from hpcrl.utils.deadline import Deadline
+from hpcrl.weights.colocation import Event
 from hpcrl.weights.route import backend
 
 SERVER = "hpcrl.engine.server"

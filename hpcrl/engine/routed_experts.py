@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-from hpcrl.token_frames import EXPERTS
+from hpcrl.transport.token_frames import EXPERTS
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput

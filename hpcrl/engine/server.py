@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.engine.bounded_http import bounded_http
-from hpcrl.engine.listed_pickles import SPAWNED, read_by_list
 from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
+from hpcrl.engine.vllm_pickles import SPAWNED, read_by_list
 from hpcrl.errors import HpcrlError, UsageError, failure_kind
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, open_role, say
-from hpcrl.toolbox.imports import without_collection
+from hpcrl.utils.imports import without_collection
 
 if TYPE_CHECKING:
     from argparse import Action, ArgumentParser

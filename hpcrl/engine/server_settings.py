@@ -14,27 +14,27 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from hpcrl.adapters.serving import engine_flags, serves_adapter, to_environment
 from hpcrl.config.options import Options
 from hpcrl.config.setting_names import gather_table
 from hpcrl.engine.drafts import REFRESHED
 from hpcrl.engine.gpu_sharing import ON_CPU, SLEEP_LEVEL
 from hpcrl.engine.multi_node import node_flags
 from hpcrl.errors import UsageError
-from hpcrl.memory.engine import share, utilization
-from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family, registry
+from hpcrl.models.files.config_json import read_config
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
-from hpcrl.processors import cores
+from hpcrl.planning.memory.engine import share, utilization
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
+from hpcrl.trainer.lora.serving import engine_flags, serves_adapter, to_environment
+from hpcrl.utils.cpus import cores
 from hpcrl.weights.route import backend
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION = "hpcrl.engine.weight_receiver.WorkerExtension"
 GUARD = "hpcrl.engine.key_guard.RunKeyGuard"
-ROUTE = "hpcrl.engine.lean_route.LeanRoute"
+ROUTE = "hpcrl.engine.sampling_route.LeanRoute"
 TURNS = "hpcrl.engine.gpu_sharing.GpuSharingMiddleware"
 CALLS = "hpcrl.engine.health.CoreCalls"
 #: vLLM's load format for weights that come with the first update (empty_start.py), and of its further settings what
@@ -190,7 +190,7 @@ def _reading(given: Mapping[str, Any]) -> set[str]:
 
 def share_flags(options: Options, gpu_bytes: int) -> dict[str, Any]:
     """The share of a GPU of so many bytes, where vLLM's own leaves no room for a weight update
-    (`hpcrl.memory.engine.share`)."""
+    (`hpcrl.planning.memory.engine.share`)."""
     config = read_config(options.hf_checkpoint)
     mine = share(options, find_family(config, options.hf_checkpoint), config, gpu_bytes)
     return {"gpu_memory_utilization": mine} if mine < utilization(options) else {}

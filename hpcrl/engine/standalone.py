@@ -16,8 +16,8 @@ import sys
 
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
+from hpcrl.engine.membership.http import ask
 from hpcrl.engine.multi_node import bound_socket
-from hpcrl.engines.http import ask
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE
 from hpcrl.run.process import adopt_orphans

@@ -26,12 +26,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
 from hpcrl.engine.drafts.own_layers import OwnLayers
-from hpcrl.engine.held.adapter_slot import AdapterSlot
-from hpcrl.engine.held.layers import Holdings
 from hpcrl.engine.loading.disk_weights import check_digest, tensors
 from hpcrl.engine.loading.text_part import named_as_in_files
+from hpcrl.engine.params.adapter_slot import AdapterSlot
+from hpcrl.engine.params.layers import Holdings
 from hpcrl.errors import DataError
-from hpcrl.model_files.safetensors_files import listing, read_header
+from hpcrl.models.files.safetensors_files import listing, read_header
 from hpcrl.weights.comparison import dtype_name
 from hpcrl.weights.route import BACKENDS
 

@@ -18,18 +18,18 @@ from typing import Any, Self
 import msgspec
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from hpcrl.adapters.serving import of_environment
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.drafts.cpu_sampler import repair
 from hpcrl.engine.drafts.own_layers import own_layers
-from hpcrl.engine.held.adapter_slot import AdapterSlot
-from hpcrl.engine.held.layers import Holdings, shown
-from hpcrl.engine.listed_pickles import read_by_list
 from hpcrl.engine.loading.empty_start import register_empty_start
+from hpcrl.engine.params.adapter_slot import AdapterSlot
+from hpcrl.engine.params.layers import Holdings, shown
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join
 from hpcrl.engine.routed_experts import ExpertTables
+from hpcrl.engine.vllm_pickles import read_by_list
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, register_receiver
 from hpcrl.run.process import PARENT, die_with_parent
+from hpcrl.trainer.lora.serving import of_environment
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.wire import process_identity, read_join_command
 from hpcrl.weights.worker_calls import AnswerStore, worker_name

@@ -1,4 +1,5 @@
-"""The Slurm job around the batch process of a run, as this room sees it: hpcrl/slurm/batch_process.py asks Slurm."""
+"""The Slurm job around the batch process of a run, as this room sees it: hpcrl/launch/slurm/batch_process.py asks
+Slurm."""
 
 from __future__ import annotations
 

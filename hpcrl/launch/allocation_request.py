@@ -12,8 +12,8 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch.nodes_of_site import EACH, NODES, shown_flags
 from hpcrl.launch.site import SiteProfile, minutes
+from hpcrl.launch.site_nodes import EACH, NODES, shown_flags
 from hpcrl.plan import Host, make_plan
 from hpcrl.weights.route import TransportConditions, transfer_obstacle
 

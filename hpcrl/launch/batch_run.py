@@ -25,10 +25,9 @@ from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.errors import HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.allocation import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.attempts.attempt import HostsSilent
-from hpcrl.launch.attempts.headway import check_headway
+from hpcrl.launch.attempts.progress import check_headway
 from hpcrl.launch.attempts.retries import HostFault
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, note_broken_host
-from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import RunJob, begin_job, discard_unbegun, reopen_job, run_job
 from hpcrl.launch.restarts import (
     correct_error,
@@ -42,13 +41,14 @@ from hpcrl.launch.restarts import (
     seen_broken,
 )
 from hpcrl.launch.time_limit import LOOK, TimeLimitWatcher
+from hpcrl.launch.user_code.snapshot import resume_code
 from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, judging, read_job, settle, write_job
 from hpcrl.run.started_runs import LIVE, is_run, read_recipe_file
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.retry import Pauses, retry
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.retry import Pauses, retry
 
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
 PATIENCE = 900.0  #: seconds for which a scheduler that does not answer is asked to queue a job again

@@ -15,7 +15,7 @@ import msgspec
 from hpcrl.plan import Plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
 

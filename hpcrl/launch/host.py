@@ -6,7 +6,7 @@ The launcher starts one of these on every host of the plan, locally, through sru
 is one for each slot, which starts only what begins on that slot.
 
 Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but
-for engines: one that fails is started again (engines/restarter.py), and those that are well wait for the launcher to
+for engines: one that fails is started again (engine_restarter.py), and those that are well wait for the launcher to
 say whether another attempt takes them over (`pause`); a host has done its part only when the trainer has said that the
 run is over and every role here has ended well.
 """
@@ -25,23 +25,23 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, DeadlineError, HpcrlError, PeerError, failure_kind
-from hpcrl.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
-from hpcrl.launch.engines.restarter import EngineRestarter
-from hpcrl.launch.engines.sandboxes import SandboxRestarter
+from hpcrl.launch.engine_restarter import EngineRestarter
 from hpcrl.launch.roles import GRACE, SANDBOX, Role, commands, devices, heading, start
+from hpcrl.launch.sandbox_restarter import SandboxRestarter
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
 from hpcrl.run.copies_directory import copies_directory
 from hpcrl.run.engine_files import restart_limit, was_up
+from hpcrl.run.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants, set_limits
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, RunDir
 from hpcrl.run.scratch import Scratch, sweep
-from hpcrl.toolbox.deadline import Deadline, poll
-from hpcrl.untrusted_files import open_append
+from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.untrusted_files import open_append
 
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has

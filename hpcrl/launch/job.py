@@ -29,12 +29,10 @@ from hpcrl.config.recipe import Recipe, Stage, files_of, load_recipe, resolve_st
 from hpcrl.config.rules.run import check_run_dir
 from hpcrl.errors import HpcrlError, Interrupted, Stopped, UsageError
 from hpcrl.launch.attempts.attempt import LOOK, Backend
-from hpcrl.launch.attempts.headway import check_headway
-from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.host_processes import HeldHosts
 from hpcrl.launch.attempts.loop import Leave, StageAttempts, stay
-from hpcrl.launch.attempts.observing import observe
-from hpcrl.launch.code.commit import commit_of
-from hpcrl.launch.code.snapshot import begin_code, note_changed_scripts
+from hpcrl.launch.attempts.monitoring import observe
+from hpcrl.launch.attempts.progress import check_headway
 from hpcrl.launch.preflight import (
     NOTHING,
     HostView,
@@ -45,6 +43,8 @@ from hpcrl.launch.preflight import (
     refuse_wrong_settings,
 )
 from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.launch.user_code.commit import commit_of
+from hpcrl.launch.user_code.snapshot import begin_code, note_changed_scripts
 from hpcrl.plan import Host, hosts_kept, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
@@ -61,9 +61,9 @@ from hpcrl.run.rundir import FOLDERS, HALF, RunDir, write_atomic
 from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, LIVE, RecipeFile, is_run, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
-from hpcrl.toolbox.locks import try_lock
-from hpcrl.toolbox.signs import LastSign
-from hpcrl.untrusted_files import as_given, open_append, touch
+from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.locks import try_lock
+from hpcrl.utils.untrusted_files import as_given, open_append, touch
 
 
 @dataclass(frozen=True)

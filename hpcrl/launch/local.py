@@ -16,17 +16,17 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
-from hpcrl.launch.attempts.held_hosts import HostProcess
-from hpcrl.launch.code.snapshot import resume_code
+from hpcrl.launch.attempts.host_processes import HostProcess
 from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.launch.roles import role_environment
+from hpcrl.launch.user_code.snapshot import resume_code
 from hpcrl.plan import Host, Plan, local_hosts
 from hpcrl.report.progress import say
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
-from hpcrl.sandbox_nodes.trial import BoxTrial, try_kinds
-from hpcrl.untrusted_files import open_append
+from hpcrl.sandbox.nodes.trial import BoxTrial, try_kinds
+from hpcrl.utils.untrusted_files import open_append
 
 
 class Local:

@@ -13,10 +13,10 @@ from typing import Any
 from hpcrl.config.custom_functions import listed
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files.config_json import CONFIG, read_config
-from hpcrl.model_files.safetensors_files import AGAIN, INDEX, read_index
 from hpcrl.models.family import Config, Family
-from hpcrl.shipped_files import SHIPPED
+from hpcrl.models.files.config_json import CONFIG, read_config
+from hpcrl.models.files.safetensors_files import AGAIN, INDEX, read_index
+from hpcrl.utils.shipped_files import SHIPPED
 
 #: fields of config.json that every family knows: it carries them over, refuses what it does not implement, or they say
 #: nothing of the numbers; and those that it knows of a model with experts, latent attention, gated delta nets

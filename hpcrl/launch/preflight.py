@@ -22,9 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.adapters.peft_files import AS_PEFT, check_settings
-from hpcrl.adapters.peft_files import CONFIG as ADAPTER_CONFIG
-from hpcrl.adapters.settings import lora_settings
 from hpcrl.config import megatron_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
@@ -36,19 +33,22 @@ from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.model_directory import check_fields, check_model_files, shipped_config
 from hpcrl.launch.site import SiteProfile
-from hpcrl.model_files import holds_weights
-from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
 from hpcrl.models.divisions import uncut_gates, undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
+from hpcrl.models.files import holds_weights
+from hpcrl.models.files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
 from hpcrl.models.model_args import check_model_args
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.models.shared.mtp import check_heads
 from hpcrl.plan import Host, make_plan
-from hpcrl.prompt_files.early_look import look_at, prompt_files
+from hpcrl.rollout.prompts.first_rows import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER
 from hpcrl.sandbox.kinds.choose import VARIABLE, chosen
 from hpcrl.sandbox.kinds.trial import refusal_of
-from hpcrl.toolbox.installed import version
+from hpcrl.trainer.lora.peft import AS_PEFT, check_settings
+from hpcrl.trainer.lora.peft import CONFIG as ADAPTER_CONFIG
+from hpcrl.trainer.lora.settings import lora_settings
+from hpcrl.utils.installed import version
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 RECENT = 20  #: records that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save

@@ -24,7 +24,7 @@ from hpcrl.run.gpu_environment import gpus_are_here, without_gpus
 from hpcrl.run.process import PARENT, end
 from hpcrl.run.role import last_error
 from hpcrl.run.rundir import RunDir
-from hpcrl.untrusted_files import open_append
+from hpcrl.utils.untrusted_files import open_append
 
 #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 PART = "engine-"
@@ -99,7 +99,7 @@ def commands(
     first = slot in (None, _lowest(plan, host))
     for index, place in enumerate(plan.sandboxes):
         if place.host == host and first:
-            found.append((SANDBOX, index, [*python, "hpcrl.sandbox_nodes.main", *base, "--index", str(index)]))
+            found.append((SANDBOX, index, [*python, "hpcrl.sandbox.nodes.main", *base, "--index", str(index)]))
     if plan.rollout.host == host and first:
         found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
     ranks = plan.ranks_on(host)

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.launch.container import Container
-from hpcrl.launch.nodes_of_site import fitted_nodes
+from hpcrl.launch.site_nodes import fitted_nodes
 
 _SPAN = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 

@@ -19,8 +19,8 @@ from hpcrl.config.setting_names import nearest, spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.site import SiteProfile, minutes
-from hpcrl.shipped_files import shipped
-from hpcrl.untrusted_files import parse_toml, read_given
+from hpcrl.utils.shipped_files import shipped
+from hpcrl.utils.untrusted_files import parse_toml, read_given
 
 #: `<your account>`: what an example leaves to its reader
 PLACEHOLDER = re.compile(r"<[A-Za-z](?:[A-Za-z0-9 ,.'_-]*[A-Za-z0-9])?>")

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from hpcrl.config.rules.sampling import layers_behind
 from hpcrl.errors import DataError, UsageError
-from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.utils.plugins import PluginFolder
 
 Config = Mapping[str, Any]
 SCALES = (".weight_scale", ".weight_scale_inv")  #: how the names of a quantised matrix's scales end
@@ -104,7 +104,7 @@ class Family:
         heads: rules of the layers behind the last one (`mtp.py`), with {layer} for the number among those.
         heads_before_norm: these take the hidden states as they are before the model's last norm, not behind it.
         copies: tensors that a checkpoint has for each of those once more -> the model's own of which they are copies.
-        stacked: its files have one tensor for all experts of a layer (`model_files/stacked_experts.py`); the rules
+        stacked: its files have one tensor for all experts of a layer (`models/files/stacked_experts.py`); the rules
             name single ones.
         engine_class: vLLM's class for the part that is trained, where config.json names one for more than that.
         ignored: patterns of tensors that files may hold in excess.

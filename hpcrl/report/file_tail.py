@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from hpcrl.untrusted_files import open_regular
+from hpcrl.utils.untrusted_files import open_regular
 
 BLOCK = 1 << 16  #: bytes read at once, backwards from the end
 FARTHEST = 1 << 23  #: bytes that are looked at for the last lines, and that are taken at once of what has come

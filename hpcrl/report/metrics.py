@@ -24,7 +24,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import FARTHEST, last_lines
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
-from hpcrl.untrusted_files import Damaged, open_append, open_regular, parse_json
+from hpcrl.utils.untrusted_files import Damaged, open_append, open_regular, parse_json
 
 GONE = "its content is gone; samples/, tensorboard/ and checkpoints/ have their own record"
 

@@ -12,15 +12,15 @@ import time
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from hpcrl.plain_text import strip_control
 from hpcrl.report.curves import series
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import measure, parse_record, step_rows
 from hpcrl.report.run_status import awaited
 from hpcrl.report.status_text import on_terminal
-from hpcrl.run.passed_over import read_passed_over
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.skipped_checkpoints import read_passed_over
+from hpcrl.utils.plain_text import strip_control
 
 if TYPE_CHECKING:
     from hpcrl.report.terminal import ProgressBar

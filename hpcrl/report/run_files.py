@@ -20,12 +20,12 @@ from hpcrl.report.metrics import last_records, parse_record
 from hpcrl.run.attempt_log import Fault, faults_of, read_attempts
 from hpcrl.run.engine_files import VIEW, EngineViews
 from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
-from hpcrl.run.passed_over import read_passed_over
 from hpcrl.run.peers import TrainerPeer, peer_file
 from hpcrl.run.rundir import ERROR, TRACKER, AttemptFailure
+from hpcrl.run.skipped_checkpoints import read_passed_over
 from hpcrl.run.started_runs import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
-from hpcrl.untrusted_files import Damaged, count_of, open_regular, read_given_bytes, read_json, read_regular
+from hpcrl.utils.untrusted_files import Damaged, count_of, open_regular, read_given_bytes, read_json, read_regular
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
 from hpcrl.run.queued_job import QueuedJob
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.started_runs import LIVE
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
 OVERDUE = 25.0  #: seconds after which it is said that it has not repeated it

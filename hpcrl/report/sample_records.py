@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from hpcrl.run.rundir import write_atomic
-from hpcrl.untrusted_files import open_regular
+from hpcrl.utils.untrusted_files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
-from hpcrl.plain_text import strip_control
 from hpcrl.report.run_status import Status, span
 from hpcrl.run.attempt_log import Fault
 from hpcrl.run.engine_files import EngineView, EngineViews
 from hpcrl.run.job_files import OVER, WORKING
+from hpcrl.utils.plain_text import strip_control
 
 HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
 

@@ -21,7 +21,6 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.microbatches import Schedule, make_schedule
-from hpcrl.queue.share_format import Share
 from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED
@@ -37,6 +36,7 @@ from hpcrl.sample import (
     responses_of,
     whole_responses,
 )
+from hpcrl.transport.share_format import Share
 
 AGES = 8  #: policy versions that are told apart in metrics
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from hpcrl.engines.registry import Registry
+from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import failure_kind
 from hpcrl.report.timeline.spans import IMPORT, REQUESTS, SANDBOXES_NOW, process_began, role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of
@@ -26,8 +26,8 @@ from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import STOP
-from hpcrl.sandbox_nodes.where import follow, say_where
-from hpcrl.toolbox.signs import LastSign
+from hpcrl.sandbox.nodes.location import follow, say_where
+from hpcrl.utils.liveness import LastSign
 
 POLL = 0.2  #: seconds between two counts of requests
 LOOK = 1.0  #: seconds between two looks at the stop file and at the other roles' errors

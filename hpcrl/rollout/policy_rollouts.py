@@ -17,9 +17,6 @@ from typing import Any, TypeVar
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.handover import Event
-from hpcrl.queue.messages import UNFINISHED
-from hpcrl.queue.server import QueueServer
 from hpcrl.report.timeline.spans import MAKE, SANDBOXES, Timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
@@ -41,6 +38,9 @@ from hpcrl.rollout.samplers.teacher_logprobs import Teacher, TeacherLogprobsSamp
 from hpcrl.rollout.sandbox_tally import SandboxMeasures
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout, write_samples
 from hpcrl.run.role import RoleContext, say
+from hpcrl.transport.messages import UNFINISHED
+from hpcrl.transport.server import QueueServer
+from hpcrl.weights.colocation import Event
 
 T = TypeVar("T")
 
@@ -224,7 +224,7 @@ class PolicyRollouts:
         return self._states[rollout_id]
 
     async def turn(self, event: str) -> dict[str, Any]:
-        """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
+        """What happens on the GPUs that trainer and engines share (`hpcrl.weights.colocation`)."""
         if event == Event.SLEEP:
             await self.stop_if_asked()  # the trainer may have seen it before us: nothing is to send requests any more
         await self.pool.turn(Event(event))

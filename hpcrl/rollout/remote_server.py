@@ -15,8 +15,8 @@ import aiohttp
 import msgspec
 
 from hpcrl.errors import PeerError
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.retry import Pauses, retry_async
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.retry import Pauses, retry_async
 
 ATTEMPTS = 10
 PAUSES = Pauses(1.0, 30.0)

@@ -4,7 +4,7 @@ RUN/samples has one JSON object a sample: what was asked, answered and earned.  
 --load-debug-rollout-data reads:
 
     magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole
-    rollout (`queue/share_format.py`), and what the trainer does not need of each sample, as msgpack
+    rollout (`transport/share_format.py`), and what the trainer does not need of each sample, as msgpack
 
 Invariants: a sample file depends on the samples alone (no engine names, and no times but those of commands in
 sandboxes), so a repeated step without sandboxes writes the same bytes.  Of a rollout, what is read is what was written,
@@ -26,13 +26,13 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
-from hpcrl.queue.share_format import Share, WireError, decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import FIELDS, REQUIRED, ROW, STATUSES, Sample, SampleBatch, struct_of
-from hpcrl.untrusted_files import SAMPLES, read_given_bytes
+from hpcrl.transport.share_format import Share, WireError, decode, encode
+from hpcrl.utils.untrusted_files import SAMPLES, read_given_bytes
 
 MAGIC = b"HPCRLRO1"
 FRAMES = 64  #: at most

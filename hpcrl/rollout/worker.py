@@ -37,8 +37,8 @@ from hpcrl.rollout.worker_messages import (
 from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
 from hpcrl.sandbox.confine import NotBegun, confine, view_of_python
+from hpcrl.sandbox.nodes.location import follow
 from hpcrl.sandbox.system_calls import reason
-from hpcrl.sandbox_nodes.where import follow
 
 REPORT = 1.0  #: seconds between two looks at this process's sandboxes
 

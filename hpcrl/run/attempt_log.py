@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from hpcrl.run.rundir import AttemptFailure, RunDir
-from hpcrl.untrusted_files import open_append, read_regular
+from hpcrl.utils.untrusted_files import open_append, read_regular
 
 ATTEMPTS = "attempts.jsonl"  #: its name in a stage's directory
 MOST = 500  #: characters of an error that are kept

@@ -22,7 +22,7 @@ from hpcrl.config.custom_functions import SNAPSHOT
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.started_runs import LIVE, RECIPE
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 #: their names in a run directory
 CODE = "code"

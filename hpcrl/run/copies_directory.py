@@ -26,7 +26,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, listed, write_atomic, write_unread
 from hpcrl.run.scratch import PREFIX, SHARED, STAYING, Scratch, is_own_directory
 from hpcrl.run.storage_errors import describe
-from hpcrl.untrusted_files import Damaged, read_json, touch
+from hpcrl.utils.untrusted_files import Damaged, read_json, touch
 
 COPIES = "HPCRL_COPIES"
 FIRST = "first-of-job"  #: a file in attempts/N

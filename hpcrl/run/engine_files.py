@@ -23,7 +23,7 @@ import msgspec
 from hpcrl.errors import EXITED, HpcrlError
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options
@@ -163,7 +163,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One engine.
 
     Attributes:
-        state: as in `engines/registry.py`.
+        state: as in `engine/membership/registry.py`.
         version: of its weights.
         requests: in flight.
         restarts: of its process, in this attempt.

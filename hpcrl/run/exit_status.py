@@ -18,7 +18,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.untrusted_files import read_system
+from hpcrl.utils.untrusted_files import read_system
 
 #: what a shell, srun or mpirun adds to the number of the signal that killed the process below it
 SHELL = 128

@@ -191,8 +191,8 @@ CACHES = {
 
 
 def cache_directory(shape: str = "") -> Path | None:
-    """The directory of compiled code of this node and user, or of a shape (hpcrl/compiled) below it; None if it could
-    not be made ours alone."""
+    """The directory of compiled code of this node and user, or of a shape (hpcrl/run/compile_cache) below it; None if
+    it could not be made ours alone."""
     root = Path(tempfile.gettempdir()) / f"hpcrl-cache-{os.getuid()}"
     if not private_directory(root):
         return None

@@ -28,8 +28,8 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
-from hpcrl.toolbox.signs import LastSign
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from hpcrl.errors import UsageError
-from hpcrl.untrusted_files import user_name
+from hpcrl.utils.untrusted_files import user_name
 
 #: users that own directories of the system: below it no person has an account, and the last is what a container and NFS
 #: show in place of users that they do not know

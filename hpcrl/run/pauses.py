@@ -20,7 +20,7 @@ import msgspec
 
 from hpcrl.run.peers import Count, EnginePeer, PublishedRecords, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.untrusted_files import touch
+from hpcrl.utils.untrusted_files import touch
 
 if TYPE_CHECKING:
     from hpcrl.plan import Plan

@@ -16,9 +16,9 @@ import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.toolbox.deadline import Deadline, poll
-from hpcrl.toolbox.retry import Pauses
-from hpcrl.untrusted_files import MOST, Damaged, read_json
+from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.retry import Pauses
+from hpcrl.utils.untrusted_files import MOST, Damaged, read_json
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 HostName = Annotated[str, msgspec.Meta(min_length=1)]

@@ -1,6 +1,6 @@
 """A job in Slurm's queue, in hpcrl's own words: what Slurm answers and what status, stop and cancel judge by.
 
-Invariant: pure data; hpcrl/slurm has put its words into plain ones.
+Invariant: pure data; hpcrl/launch/slurm has put its words into plain ones.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@
       bank/N.groups               groups that are finished, or begun, and not yet trained
       attempts.jsonl              how attempts have begun to train, and failed (attempt_log.py)
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
-      passed-over.json            damaged checkpoints that a resume has passed over (passed_over.py)
+      passed-over.json            damaged checkpoints that a resume has passed over (skipped_checkpoints.py)
       position.json               how far a run without a trainer is
       timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
@@ -43,7 +43,7 @@ import msgspec
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.owners import refuse_foreign, refuse_replaceable
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
-from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, read_json, touch
+from hpcrl.utils.untrusted_files import Damaged, as_given, count_of, make_parents, read_json, touch
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.untrusted_files import Damaged, open_regular, read_json
+from hpcrl.utils.untrusted_files import Damaged, open_regular, read_json
 
 PREFIX = "hpcrl-"
 LOCK = ".lives"

@@ -22,7 +22,7 @@ import msgspec
 
 from hpcrl.errors import UsageError
 from hpcrl.run.rundir import write_atomic
-from hpcrl.untrusted_files import Damaged, as_given, read_json
+from hpcrl.utils.untrusted_files import Damaged, as_given, read_json
 
 #: the names in a run directory
 RECIPE = "recipe.json"

@@ -13,7 +13,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import OVER, RunDir, listed, write_atomic
-from hpcrl.untrusted_files import Damaged, read_json, touch
+from hpcrl.utils.untrusted_files import Damaged, read_json, touch
 
 SUMMARY = "summary.json"  #: its name in a stage's directory
 

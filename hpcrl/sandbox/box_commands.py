@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from hpcrl.sandbox.box_files import place_of
 from hpcrl.sandbox.system_calls import read_kernel
 from hpcrl.sandbox.usage import bound_process
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 
 _PIECE = 1 << 16
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")

@@ -24,7 +24,7 @@ from hpcrl.sandbox import frames
 from hpcrl.sandbox.box_commands import Running
 from hpcrl.sandbox.box_files import list_files, read_file, write_file
 from hpcrl.sandbox.frames import IncomingMessages, Message
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 
 ENVIRONMENT = {
     "HOME": "/work",

@@ -16,7 +16,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox.frames import IncomingMessages, Message, pack
 from hpcrl.sandbox.run import Unconfined
 from hpcrl.sandbox.usage import START
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 
 GRACE = 15.0  #: seconds that an answer may take beyond what was asked for
 _HINT = "make what it was for again, in another box"

@@ -19,7 +19,7 @@ from hpcrl.sandbox.box_init import ENDED
 from hpcrl.sandbox.box_root import enter_box
 from hpcrl.sandbox.confine import OWN, become_own_user
 from hpcrl.sandbox.frames import pack
-from hpcrl.sandbox.hosts.door import network_of_this, open_door
+from hpcrl.sandbox.hosts.listener import network_of_this, open_door
 from hpcrl.sandbox.kinds.container import FirstProcess, failure, receive_made, start_container
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.kinds.first_process import for_now, serve_confined
@@ -33,8 +33,8 @@ from hpcrl.sandbox.system_calls import (
     write_kernel,
 )
 from hpcrl.sandbox.usage import POLL, START, bound_numbers, come_first, kernel, threads_of_user, usage
-from hpcrl.toolbox.deadline import Deadline, poll
-from hpcrl.toolbox.host_rules import HostRules
+from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.host_rules import HostRules
 
 if TYPE_CHECKING:
     from hpcrl.sandbox.hosts.proxy import HostProxy

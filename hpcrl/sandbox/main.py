@@ -33,7 +33,7 @@ from hpcrl.sandbox.system_calls import (
     reason,
 )
 from hpcrl.sandbox.usage import POLL, START, bound_numbers, bound_process, come_first, threads_of_user, usage
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 
 PROCESSES = 128  #: that it may have at once
 NUMBERS = 512  #: process ids, of which the kernel keeps 300 to itself once they were all given

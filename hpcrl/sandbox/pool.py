@@ -24,7 +24,7 @@ from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined
 from hpcrl.sandbox.spawner_client import Spawner
-from hpcrl.toolbox.host_rules import HostRules, rules_of, uncovered
+from hpcrl.utils.host_rules import HostRules, rules_of, uncovered
 
 _AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processors alone
 _KINDS = 4  #: of images, limits and hosts, those used last, whose boxes are made ahead
@@ -111,7 +111,7 @@ class SandboxPool:
         Args:
             image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a
                 SIF file, or of a Docker or OCI archive; these are unpacked once on a node.
-            hosts: that it may reach by HTTP and HTTPS (`toolbox/host_rules.py`); none: it has no network at all.
+            hosts: that it may reach by HTTP and HTTPS (`utils/host_rules.py`); none: it has no network at all.
 
         Raises:
             UsageError: if the image is none of these, a host is none or may not be reached, or the pool is closed.

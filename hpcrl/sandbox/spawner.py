@@ -25,7 +25,7 @@ from typing import Any
 from hpcrl.sandbox.keeper import keep_box
 from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.toolbox.host_rules import HostRules
+from hpcrl.utils.host_rules import HostRules
 
 _PACKET = 1 << 16
 _LOOK = 1.0  #: seconds between two looks at the parent, where the kernel cannot say that it has ended

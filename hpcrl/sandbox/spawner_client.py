@@ -20,7 +20,7 @@ from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined, python_variables
-from hpcrl.toolbox.host_rules import NO_HOSTS, HostRules
+from hpcrl.utils.host_rules import NO_HOSTS, HostRules
 
 _SEND = 10.0  #: seconds until the spawner has room for a message
 _ENDING = 30.0  #: seconds that the end of a box may take

@@ -21,10 +21,10 @@ from megatron.core import parallel_state
 from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import spelled
-from hpcrl.engines.fleet import EngineBroadcast
+from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.transport.share_format import Share
 
 #: columns of a share's response tokens -> slime's name of them
 NAMES = {"log_probs": "log_probs", "ref_log_probs": "ref_log_probs", "values": "values"}

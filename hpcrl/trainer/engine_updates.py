@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hpcrl.queue.auth import http_key
 from hpcrl.run.role import RoleContext
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.weight_export import WeightExporter, sent_part
+from hpcrl.transport.auth import http_key
 from hpcrl.weights.disk import Written
 from hpcrl.weights.sender import WeightSender
 from hpcrl.weights.updates import FirstUpdate, Updates
 
 if TYPE_CHECKING:
-    from hpcrl.queue.client import QueueClient
+    from hpcrl.transport.client import QueueClient
 
 
 @dataclass

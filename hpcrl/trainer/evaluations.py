@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.queue.messages import UNFINISHED
 from hpcrl.report.metrics import MetricsLog
 from hpcrl.report.timeline.spans import EVALUATE, Timeline
 from hpcrl.trainer.loop_schedule import evaluates_beside, last_evaluation
+from hpcrl.transport.messages import UNFINISHED
 
 #: asks the rollout process; every rank gets the answer
 Ask = Callable[..., dict[str, Any]]

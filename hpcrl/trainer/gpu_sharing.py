@@ -6,9 +6,9 @@
     sharing.give_back(publish)      # offloads gradients and optimizer, wakes the engines' weights, calls `publish`,
                                     # offloads the weights, wakes the engines
 
-Invariants: every step of the hand-over is allowed by `hpcrl.handover` on this rank, in every engine and in the rollout
-process, or the run ends; no rank continues before all have done their part; the side that frees memory is told before
-the side that allocates it.
+Invariants: every step of the hand-over is allowed by `hpcrl.weights.colocation` on this rank, in every engine and in
+the rollout process, or the run ends; no rank continues before all have done their part; the side that frees memory is
+told before the side that allocates it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from hpcrl.engines.fleet import EngineBroadcast, fleet_of
-from hpcrl.engines.http import TURN
-from hpcrl.handover import ENGINES_UP, Event, HandOver, TrainerHolds
-from hpcrl.queue.client import QueueClient, Unanswered
+from hpcrl.engine.membership.broadcast import EngineBroadcast, fleet_of
+from hpcrl.engine.membership.http import TURN
 from hpcrl.run.role import RoleContext, say
 from hpcrl.trainer.megatron.host_memory import DeviceState
+from hpcrl.transport.client import QueueClient, Unanswered
+from hpcrl.weights.colocation import ENGINES_UP, Event, HandOver, TrainerHolds
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy

@@ -20,7 +20,7 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.share_format import Share
+from hpcrl.transport.share_format import Share
 
 
 def steps_of(options: Options, rollout_id: int) -> int:

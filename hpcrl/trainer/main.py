@@ -13,9 +13,9 @@ import time
 from hpcrl.report.timeline.spans import trainer_timeline
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role
-from hpcrl.toolbox.imports import without_collection
 from hpcrl.trainer.rank import TrainerRank
 from hpcrl.trainer.training_loop import TrainingLoop
+from hpcrl.utils.imports import without_collection
 
 #: seconds to hold back an error that may only mean that another rank is gone: that rank's own error is to be recorded
 #: first, or its launcher's, which waits 3 s for a more telling one
@@ -58,7 +58,7 @@ def work(context: RoleContext, rank: int) -> int:
 
     def body() -> None:
         with without_collection():
-            from hpcrl.trainer.megatron import cpu_shim
+            from hpcrl.trainer.cpu import cpu_shim
 
             cpu_shim.install()
         timeline = trainer_timeline(context.rundir, context.plan, rank)

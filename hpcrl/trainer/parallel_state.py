@@ -24,10 +24,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.layout import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import planned
-from hpcrl.pickles.torch_patches import refuse_foreign_pickles
 from hpcrl.plan import NO_GPUS
-from hpcrl.processors import SYSTEM, bind_beside
 from hpcrl.trainer.collectives import connect_when_needed
+from hpcrl.transport.pickles.torch_patches import refuse_foreign_pickles
+from hpcrl.utils.cpus import SYSTEM, bind_beside
 
 
 @dataclass(frozen=True)

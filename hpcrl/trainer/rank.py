@@ -12,9 +12,9 @@ from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.role import RoleContext, say
 
 if TYPE_CHECKING:
-    from hpcrl.queue.client import QueueClient
     from hpcrl.trainer.engine_updates import EngineUpdates
     from hpcrl.trainer.megatron.model import Policy
+    from hpcrl.transport.client import QueueClient
 
 SILENCE = 0.25  #: of --stop-timeout, that the rollout process may be silent in a run that is to stop
 
@@ -77,7 +77,7 @@ class TrainerRank:
 
     def queue_client(self) -> QueueClient | None:
         """Of the rollouts; None if this rank fetches nothing."""
-        from hpcrl.queue.client import QueueClient
+        from hpcrl.transport.client import QueueClient
 
         if not self.shares.fetches:
             return None

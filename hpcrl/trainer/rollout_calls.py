@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
-from hpcrl.queue.client import Late, QueueClient, Unanswered
-from hpcrl.queue.messages import UNFINISHED
-from hpcrl.toolbox.deadline import Deadline
 from hpcrl.trainer.collectives import broadcast_json, least
+from hpcrl.transport.client import Late, QueueClient, Unanswered
+from hpcrl.transport.messages import UNFINISHED
+from hpcrl.utils.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from hpcrl.queue.share_format import Share
+    from hpcrl.transport.share_format import Share
 
 TURN = 1.0  #: seconds that all ranks wait for the rollout process before they do what else there is to do
 SOON = 0.2  #: the same while something is about to be done, such as a copy in memory

@@ -16,14 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.engines.fleet import EngineBroadcast, EngineLost
-from hpcrl.engines.http import Address
-from hpcrl.engines.registry import Engine
+from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLost
+from hpcrl.engine.membership.http import Address
+from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import DeadlineError, HpcrlError
-from hpcrl.queue.auth import http_key
-from hpcrl.queue.client import Late, QueueClient
-from hpcrl.queue.messages import UNFINISHED
-from hpcrl.queue.share_format import Share
 from hpcrl.report.metrics import MetricsLog
 from hpcrl.report.timeline.spans import READY, STEP, role_timeline
 from hpcrl.run.peers import TrainerPeer, publish
@@ -32,9 +28,13 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.installed import versions
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.transport.auth import http_key
+from hpcrl.transport.client import Late, QueueClient
+from hpcrl.transport.messages import UNFINISHED
+from hpcrl.transport.share_format import Share
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.installed import versions
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start

@@ -27,9 +27,9 @@ from hpcrl.run.role import say
 from hpcrl.run.summary import Summary, write_summary
 
 if TYPE_CHECKING:
-    from hpcrl.queue.share_format import Share
     from hpcrl.trainer.checkpoint.save_load import Position
     from hpcrl.trainer.rank import TrainerRank
+    from hpcrl.transport.share_format import Share
 
 T = TypeVar("T")
 

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpcrl.adapters.serving import served_as
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json
-from hpcrl.trainer.megatron.held_parameters import holdings, part_group
+from hpcrl.trainer.lora.serving import served_as
 from hpcrl.trainer.megatron.hf_weights import export
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.megatron.parameter_shards import holdings, part_group
 from hpcrl.weights.fp8 import Scheme, scheme_of
 from hpcrl.weights.pieces.choose_transport import memory_of
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, prepare_values

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import EngineBroadcast
+from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.safetensors_files import INDEX
+from hpcrl.models.files.safetensors_files import INDEX
 from hpcrl.weights.fp8 import Scheme, Stream, quantized
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DiskUpdate:
         try:
             staging.mkdir(parents=True)
             self._write(checked(quantized(ranks.gathered(), self.scheme)), staging)
-            from hpcrl.model_files.hf_writer import settle_directory
+            from hpcrl.models.files.hf_writer import settle_directory
 
             self.there = there
             settle_directory(staging, there)

@@ -24,8 +24,8 @@ from typing import Any, Literal
 import torch
 
 from hpcrl.errors import DataError
-from hpcrl.model_files.config_json import CONFIG, LINEAR, read_config, read_quantization
-from hpcrl.model_files.safetensors_files import listing
+from hpcrl.models.files.config_json import CONFIG, LINEAR, read_config, read_quantization
+from hpcrl.models.files.safetensors_files import listing
 
 Strategy = Literal["block", "channel", "tensor"]
 Stream = Iterator[tuple[str, torch.Tensor]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hpcrl.queue.torch_store import connect_store
+from hpcrl.transport.torch_store import connect_store
 
 
 @dataclass

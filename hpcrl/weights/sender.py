@@ -3,7 +3,8 @@
 One update goes through vLLM's own phases, on all engines at the same time:
     pause (requests are kept) -> forget prefixes -> start -> update -> finish, with the version ->
     (compare, on request) -> resume (the KV cache of kept requests is recomputed with the new weights)
-Engines that take turns with the trainer sleep meanwhile: they are neither paused nor resumed here (`hpcrl.handover`).
+Engines that take turns with the trainer sleep meanwhile: they are neither paused nor resumed here
+(`hpcrl.weights.colocation`).
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
 for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
@@ -17,14 +18,14 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
-from hpcrl.adapters.serving import serves_adapter
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import EngineBroadcast, EngineLate, EngineLost, in_thread
-from hpcrl.engines.http import status
-from hpcrl.engines.registry import Engine
+from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLate, EngineLost, in_thread
+from hpcrl.engine.membership.http import status
+from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.rundir import RunDir
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.trainer.lora.serving import serves_adapter
+from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.comparison import Comparison, Differs, dtype_name
 from hpcrl.weights.disk import DiskUpdate, Written
 from hpcrl.weights.fp8 import Stream, scheme_of

@@ -15,17 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.engines.fleet import EngineLate, EngineLost
-from hpcrl.engines.http import Address
-from hpcrl.engines.registry import Engine
+from hpcrl.engine.membership.broadcast import EngineLate, EngineLost
+from hpcrl.engine.membership.http import Address
+from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import DeadlineError
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.sender import WeightSender
 
 if TYPE_CHECKING:
-    from hpcrl.queue.client import QueueClient
+    from hpcrl.transport.client import QueueClient
     from hpcrl.weights.pieces.planning import Source
 
 SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itself says why it did not come up
@@ -152,7 +152,7 @@ class Updates:
     def _registry(self, method: str, **params: Any) -> dict[str, Any]:
         """The registry's answer; none once the run is to stop and the rollout process is silent: then there are no
         engines."""
-        from hpcrl.queue.client import Unanswered
+        from hpcrl.transport.client import Unanswered
 
         assert self._client is not None
         try:

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 from torch.distributed import TCPStore
 
-from hpcrl.engines.fleet import EngineBroadcast
+from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.errors import PeerError
-from hpcrl.queue.torch_store import connect_store, open_store
+from hpcrl.transport.torch_store import connect_store, open_store
 
 LARGEST = 2**30  #: bytes of an answer
 

@@ -17,8 +17,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, missing_functions
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch.code.snapshot import begin_code, resume_code
 from hpcrl.launch.job import begin_job, reopen_job
+from hpcrl.launch.user_code.snapshot import begin_code, resume_code
 from hpcrl.run.code_files import CODE
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import LIVE
@@ -185,7 +185,7 @@ def test_a_job_does_not_wait_for_originals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where they are may hang on a compute node; and what is wrong with the record of them is said, and ends nothing."""
-    from hpcrl.launch.code import snapshot
+    from hpcrl.launch.user_code import snapshot
 
     ended = threading.Event()
     monkeypatch.setattr(snapshot, "ORIGINALS", 0.05)

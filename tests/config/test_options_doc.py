@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.config.options import Options
 from hpcrl.config.options_doc import FIRST, markdown, run_help
 from hpcrl.config.setting_names import sections

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.cli import HELP
-from hpcrl.commands.evaluate import recipe_for
+from hpcrl.cli.evaluate import recipe_for
+from hpcrl.cli.main import HELP
 from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
+from hpcrl.config.slime.verbatim import recipe_of
 from hpcrl.config.stage_flags import flags_of, place_flags, reach, spread_flags
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import begin_job, reopen_job
 from hpcrl.run.started_runs import RECIPE, RecipeFile
-from hpcrl.slime.verbatim import recipe_of
 
 REPO = Path(__file__).parents[2]
 QUICK = REPO / "examples" / "quickstart.toml"

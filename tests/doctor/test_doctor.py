@@ -19,20 +19,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpcrl.commands import doctor
+from hpcrl.cli import doctor
 from hpcrl.doctor import directories, one_node, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
 from hpcrl.doctor.box_kinds import check_kinds
 from hpcrl.doctor.node_records import all_records, leave_record, share_records
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
 from hpcrl.doctor.one_node import UNSEEN, parse_gpus
-from hpcrl.findings import Finding, last_line, size
 from hpcrl.launch.allocation_request import Component
 from hpcrl.launch.probe import HostReport, Network
 from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.slurm import partitions
 from hpcrl.run.process import CommandResult
-from hpcrl.slurm import partitions
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.check_results import Finding, last_line, size
+from hpcrl.utils.deadline import Deadline
 from tests.support.able import needs, require
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from hpcrl.cli import main as hpcrl
+    from hpcrl.cli.main import main as hpcrl
 
     answers = []
     for arguments, into in json.load(sys.stdin):

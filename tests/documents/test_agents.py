@@ -15,10 +15,10 @@ import pytest
 
 import hpcrl.sandbox
 from hpcrl.config.options import Options
-from hpcrl.harbor.rows import TaskRows
 from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sandbox import Box, BoxLimits, BoxProcess, BoxResult, SandboxPool, sandbox
+from hpcrl.sandbox.harbor.rows import TaskRows
 from hpcrl.sandbox.pool import default_pool
 from tests.documents.texts import python_files
 from tests.support.able import needs

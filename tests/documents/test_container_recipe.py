@@ -19,7 +19,7 @@ def test_all_that_the_image_is_built_from_is_here() -> None:
     """The package with what its links lead to, and the lists of requirements that the commands read."""
     copied = {line.split()[0] for line in section("files") if line.strip()}
     assert all((REPO / name).exists() for name in copied), copied
-    linked = {link.resolve().name for link in (REPO / "hpcrl/shipped").iterdir() if link.is_symlink()}
+    linked = {link.resolve().name for link in (REPO / "hpcrl/utils/shipped").iterdir() if link.is_symlink()}
     assert linked | {"hpcrl", "pyproject.toml", "README.md", "requirements"} <= copied
     for word in " ".join(section("post")).split():
         if word.startswith("requirements/"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.launch.slurm.node_events import _how
 from hpcrl.run.scratch import scratch
-from hpcrl.slurm.node_events import _how
 from tests.documents.texts import REPO
 from tests.support.able import needs
 

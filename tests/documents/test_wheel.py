@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hpcrl.commands.first_steps.init import TASKS
+from hpcrl.cli.init import TASKS
 from hpcrl.config.recipe import load_recipe
 from tests.documents.scene import SHIPPED, Scene, make_scene
 from tests.documents.texts import REPO, printed

@@ -38,7 +38,7 @@ def shown_elsewhere() -> dict[str, tuple[str, str]]:
 
 def helped() -> list[Command]:
     """The commands of `hpcrl --help`."""
-    from hpcrl.cli import HELP
+    from hpcrl.cli.main import HELP
 
     return of_help(HELP, "hpcrl --help")
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.adapters.rules import adapted, lora_name
-from hpcrl.adapters.settings import lora_settings
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
+from hpcrl.trainer.lora.matrices import adapted, lora_name
+from hpcrl.trainer.lora.settings import lora_settings
 from hpcrl.weights.sender import Differs
 from tests.engine.test_updates_and_ends import metric
 from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, WholeTensors, connected, generate

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hpcrl.engines.http import Address
-from hpcrl.engines.registry import Engine
+from hpcrl.engine.membership.http import Address
+from hpcrl.engine.membership.registry import Engine
 from hpcrl.plan import Plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.collectives import make_patient

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.convert.to_fp8 import convert
-from hpcrl.engines.http import HttpError
+from hpcrl.engine.membership.http import HttpError
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.models.convert.to_fp8 import convert
 from hpcrl.weights.fp8 import Scheme, quantized
 from hpcrl.weights.sender import Differs
 from tests.support.engines import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.engines.http import TURN, HttpError, ask
-from hpcrl.handover import ENGINES_UP, Event, HandOver, OutOfTurn
+from hpcrl.engine.membership.http import TURN, HttpError, ask
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.run.rundir import RunDir
+from hpcrl.weights.colocation import ENGINES_UP, Event, HandOver, OutOfTurn
 from tests.support.engines import CLOSE, Engines, Side, generate
 from tests.support.tiny import make_model
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hpcrl.engine.health import CoreCalls, StoppedProcess
-from hpcrl.engines.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, ask
+from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, ask
 from tests.support.engines import PROMPT, Engines, generate, gone
 from tests.support.tiny import make_model
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.engine.key_guard import KEY_FILE, RunKeyGuard
 from hpcrl.errors import UsageError
-from hpcrl.queue.auth import key_of_engine
+from hpcrl.transport.auth import key_of_engine
 
 OF_THE_RUN = "0123456789abcdef" * 4
 KEY = key_of_engine(OF_THE_RUN.encode(), "0.0")

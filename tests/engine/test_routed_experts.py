@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpcrl.config.options import Options
-from hpcrl.model_files.config_json import read_config
+from hpcrl.models.files.config_json import read_config
 from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
@@ -28,7 +28,7 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.sample import Sample, SampleBatch
-from tests.engine.test_lean_route import run
+from tests.engine.test_sampling_route import run
 from tests.support.engines import WholeTensors, connected
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks

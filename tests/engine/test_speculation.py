@@ -18,14 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpcrl.config.slime.arguments import translate
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.config_json import read_config
+from hpcrl.models.files.config_json import read_config
 from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.slime.arguments import translate
 from hpcrl.weights.comparison import digest
-from tests.engine.test_lean_route import TOKENS, Job, endless, run
+from tests.engine.test_sampling_route import TOKENS, Job, endless, run
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Side, generate
 from tests.support.forked_engines import Nursery
 from tests.support.mtp_models import MAKERS, make_glm, make_mimo

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import EngineBroadcast
-from hpcrl.engines.http import Address, HttpError, ask
+from hpcrl.engine.membership.broadcast import EngineBroadcast
+from hpcrl.engine.membership.http import Address, HttpError, ask
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.rollout.prompts.tokenizer import Tokenizer

@@ -27,6 +27,8 @@ from hpcrl.launch.restarts import (
     place_in_chain,
 )
 from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.slurm.job_script import BatchScript
+from hpcrl.launch.slurm.submit import render
 from hpcrl.plan import Host, Location, Plan
 from hpcrl.run import job_files
 from hpcrl.run.exit_status import hardware_words
@@ -45,8 +47,6 @@ from hpcrl.run.job_files import (
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import HOSTS, RunDir
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.slurm.job_script import BatchScript
-from hpcrl.slurm.submit import render
 
 
 def make(root: Path, **job: Any) -> RunJob:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hpcrl.compiled.kept_code import ALSO
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.roles import devices
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run import gpu_environment
+from hpcrl.run.compile_cache.role_cache import ALSO
 from hpcrl.run.gpu_environment import (
     CACHES,
     TABLE,

@@ -10,16 +10,15 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.launch import host, probe, roles
+from hpcrl.launch import engine_restarter, host, probe, roles
 from hpcrl.launch.attempts import run_dir_poller
 from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
-from hpcrl.launch.engines import restarter
 from hpcrl.launch.host import HostRoles
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.toolbox import deadline
+from hpcrl.utils import deadline
 
 
 class TimeLimitWatcher:
@@ -44,9 +43,9 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
     monkeypatch.setattr(run_dir_poller, "time", clock)
     monkeypatch.setattr(os, "listdir", lambda path: asked.append(path) or listdir(path))
     monkeypatch.setattr(Path, "read_bytes", lambda path: asked.append(path) or read(path))
-    monkeypatch.setattr(restarter, "time", clock)
+    monkeypatch.setattr(engine_restarter, "time", clock)
     looks, seconds = RunDirPoller(rundir), 600
-    engines = restarter.EngineRestarter(rundir, "a", 2, {0: []}, lambda *_: None)
+    engines = engine_restarter.EngineRestarter(rundir, "a", 2, {0: []}, lambda *_: None)
     for _ in range(seconds * 5):
         assert not looks.end() and not looks.over(at_once=False)
         engines.restart_ended([])

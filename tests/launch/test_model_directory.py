@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import transformers
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.launch.model_directory import check_fields, check_model_files
 from hpcrl.launch.preflight import HostView, absent, check_model
-from hpcrl.model_files.config_json import with_text_part
 from hpcrl.models.family import find_family, registry
+from hpcrl.models.files.config_json import with_text_part
 from tests.documents.scene import FP8, PUBLISHED
 from tests.documents.texts import REPO
 from tests.support.families import make

@@ -13,22 +13,22 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.launch.attempts.headway import FRUITLESS, check_headway
+from hpcrl.launch.attempts.progress import FRUITLESS, check_headway
+from hpcrl.launch.mpi.file_sync import FileSync
+from hpcrl.launch.mpi.mpirun import handed_on, mpi_command
+from hpcrl.launch.mpi.placement import place_ranks
+from hpcrl.launch.mpi.ssh_check import check_hosts, unreachable
 from hpcrl.launch.probe import HostReport, Network, choose, gather, host_report, write
 from hpcrl.launch.restarts import margin
 from hpcrl.launch.roles import commands
+from hpcrl.launch.slurm.srun import SrunHosts
+from hpcrl.launch.slurm.steps import HetGroup, read_groups, step_on
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.launch.time_limit import TimeLimitWatcher
-from hpcrl.mpi.file_sync import FileSync
-from hpcrl.mpi.mpirun import handed_on, mpi_command
-from hpcrl.mpi.placement import place_ranks
-from hpcrl.mpi.ssh_check import check_hosts, unreachable
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import OVER, RunDir
 from hpcrl.run.summary import Summary, summary_of, write_summary
-from hpcrl.slurm.srun import SrunHosts
-from hpcrl.slurm.steps import HetGroup, read_groups, step_on
 
 
 def machine(name: str, **networks: str) -> HostReport:
@@ -180,7 +180,7 @@ esac
 """
     )
     ssh.chmod(0o755)
-    monkeypatch.setattr("hpcrl.mpi.ssh_check.REACH", 2.0)
+    monkeypatch.setattr("hpcrl.launch.mpi.ssh_check.REACH", 2.0)
     found = unreachable(["far", "slow", "full", "good"], [str(ssh)])
     assert found.pop("slow").startswith("accepts the connection, but its shell was not ready within 2 s: ")
     assert found == {"far": "does not answer within 2 s", "full": "cannot be reached: full: no space left"}

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import DataError, UsageError
 from hpcrl.launch import preflight
 from hpcrl.launch.preflight import NOTHING, HostView, absent, model_notes, refuse_missing_packages
 from hpcrl.launch.site_file import load_site
+from hpcrl.launch.slurm.submission import preview
 from hpcrl.run.rundir import TRACKER
 from hpcrl.sandbox.kinds.choose import VARIABLE
-from hpcrl.slurm.submission import preview
 from tests.support.published_models import MODELS
 
 RECIPE = """
@@ -55,7 +55,7 @@ LENIENT = ["plan", "launch --hostfile hosts --dry-run"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda: False)
+    monkeypatch.setattr("hpcrl.cli.submit.can_submit", lambda: False)
     (tmp_path / "model").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))

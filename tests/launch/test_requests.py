@@ -16,7 +16,7 @@ from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.launch import job as jobs
 from hpcrl.launch.job import RunJob, run_job
 from hpcrl.launch.local import Local
-from hpcrl.mpi import exit_status_relay
+from hpcrl.launch.mpi import exit_status_relay
 from hpcrl.plan import Host
 from hpcrl.run.job_files import CANCEL, STOP, JobState, forget_old_requests, process_age, write_job, write_state
 from hpcrl.run.rundir import RunDir

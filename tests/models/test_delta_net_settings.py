@@ -13,13 +13,13 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.launch import preflight
 from hpcrl.launch.preflight import check_gates, model_notes
-from hpcrl.memory.activations import backward_bytes, layer_bytes
-from hpcrl.memory.engine import engine_terms, sequence_bytes, token_bytes
-from hpcrl.memory.parameters import Layout
-from hpcrl.memory.training import GIB
-from hpcrl.model_files.config_json import read_config
 from hpcrl.models.divisions import uncut_gates, undivided
 from hpcrl.models.family import LayerKind, find_family
+from hpcrl.models.files.config_json import read_config
+from hpcrl.planning.memory.activations import backward_bytes, layer_bytes
+from hpcrl.planning.memory.engine import engine_terms, sequence_bytes, token_bytes
+from hpcrl.planning.memory.parameters import Layout
+from hpcrl.planning.memory.training import GIB
 from tests.support.published_models import MODELS
 
 NEXT = MODELS["Qwen3-Next-80B-A3B"][1]

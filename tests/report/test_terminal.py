@@ -72,7 +72,7 @@ def test_watch_redraws_the_whole_page(tmp_path: Path, rows: int) -> None:
     """`watch` redraws in place and leaves the whole page."""
     root = working(tmp_path / "runs/a")
     script = (
-        "import sys; from hpcrl.commands import status as module; from hpcrl.cli import main\nfrom "
+        "import sys; from hpcrl.cli import status as module; from hpcrl.cli.main import main\nfrom "
         "tests.support.rundirs import put; from pathlib import Path; import time\nturns = iter(['running', 'saving', "
         f"'finished'])\nmodule.time.sleep = lambda _: put(Path({str(root)!r}) / 'state.json', {{'phase': next(turns), "
         f"'time': time.time(), 'host': {HERE!r} + '-else'}})\nsys.exit(main(['watch', 'a']))"

@@ -23,13 +23,13 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan, local_hosts, make_plan
-from hpcrl.queue.auth import make_keys
-from hpcrl.queue.client import Late, QueueClient
-from hpcrl.queue.messages import UNFINISHED
-from hpcrl.queue.share_format import Share
 from hpcrl.rollout.policy_rollouts import PolicyRollouts
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.transport.auth import make_keys
+from hpcrl.transport.client import Late, QueueClient
+from hpcrl.transport.messages import UNFINISHED
+from hpcrl.transport.share_format import Share
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of
 from tests.support.tiny import make_tokenizer
 

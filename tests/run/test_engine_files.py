@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.mpi.file_sync import FileSync
+from hpcrl.launch.mpi.file_sync import FileSync
 from hpcrl.run.engine_files import (
     VIEW,
     EngineEnd,

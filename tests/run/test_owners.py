@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.errors import UsageError
 from hpcrl.run.owners import refuse_foreign, refuse_replaceable
 from hpcrl.run.role import open_role

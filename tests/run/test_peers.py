@@ -24,7 +24,7 @@ from hpcrl.run.peers import (
     wait_for,
 )
 from hpcrl.run.rundir import RunDir
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 
 ENGINE = EnginePeer(host="127.0.0.1", port=7, model_len=64)
 ALL: list[Peer] = [

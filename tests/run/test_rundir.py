@@ -16,13 +16,13 @@ import pytest
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch.job import begin_job
-from hpcrl.mpi.hostfile import read_hostfile
+from hpcrl.launch.mpi.hostfile import read_hostfile
 from hpcrl.plan import Host
 from hpcrl.run.job_files import read_job, write_job
 from hpcrl.run.rundir import ERROR, RunDir, write_atomic
 from hpcrl.run.started_runs import RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.summary import Summary, read_summary, summary_of, write_summary
-from hpcrl.untrusted_files import as_given, read_given
+from hpcrl.utils.untrusted_files import as_given, read_given
 
 
 def test_only_the_owner_can_look_in(rundir: RunDir) -> None:
@@ -233,7 +233,7 @@ def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a regular file"):
         read_hostfile(tmp_path / "fifo")
     command = (
-        f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.untrusted_files import read_given; "
+        f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.utils.untrusted_files import read_given; "
         'print(read_given("/dev/fd/7"))\''
     )
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30).stdout == "node1\n\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.commands.find_run import all_runs
+from hpcrl.cli.find_run import all_runs
 from hpcrl.run import started_runs
 from hpcrl.run.started_runs import known_runs, links_folder, remember
 from tests.support.rundirs import make

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.pickles.examples import attacks
-from tests.pickles.test_gloo_race import race
 from tests.support.engines import Engines
 from tests.support.gloo_attack import GlooAttack
 from tests.support.second_user import SecondUser
 from tests.support.tiny import make_model
+from tests.transport.pickles.examples import attacks
+from tests.transport.pickles.test_gloo_race import race
 
 pytestmark = [pytest.mark.soak, pytest.mark.process]
 

@@ -14,7 +14,7 @@ from tests.support.runs import NO_AGENT, POLICY, REPO, Run, make_task, recipe
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 #: what looks after the engines meanwhile, now and then
-BESIDE = {"engines/registry.py", "rollout/engines/membership.py", "run/engine_files.py"}
+BESIDE = {"engine/membership/registry.py", "rollout/engines/membership.py", "run/engine_files.py"}
 MOST = 72  #: files in the rollout process and the trainer together, as measured
 SMALL = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_rollout": 3, "save_interval": None}
 

@@ -15,7 +15,7 @@ from tests.support.runs import REPO
 from tools.cluster import roots
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
-TESTS = ("slurm/test_requeue.py", "whole_runs/test_under_slurm.py", "whole_runs/test_the_cluster_itself.py")
+TESTS = ("launch/slurm/test_requeue.py", "whole_runs/test_under_slurm.py", "whole_runs/test_the_cluster_itself.py")
 TESTS += ("whole_runs/test_unkind_sites.py",)
 
 

@@ -49,7 +49,7 @@ Looking
     sources            the sources as syntax trees, each parsed and walked once
     prompt_walk        which files a process enters between two calls
     rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
-    trained_on_fake    one rollout trained on the device of hpcrl/rehearsal, and the waits that it took
+    trained_on_fake    one rollout trained on the device of hpcrl/planning/rehearsal, and the waits that it took
     simulated_loops, virtual_time    the three loops over simulated engines; an event loop whose time is made up
     compilations       a C++ compiler that counts what it compiles
     real_memory        the step of a rehearsal with real tensors, and what torch's allocator gave out in it

@@ -15,11 +15,11 @@ import pytest
 
 #: functions that look at PATH, users, the environment, or files that a test may change: cleared after each test
 FORGOTTEN = {
-    "hpcrl.harbor.rows": ("_read",),
+    "hpcrl.sandbox.harbor.rows": ("_read",),
     "hpcrl.rollout.slime_names.helpers": ("load_tokenizer",),
     "hpcrl.sandbox.images.staging": ("_settings_of",),
     "hpcrl.sandbox.kinds.choose": ("prepare",),
-    "hpcrl.slime.launcher_values": ("guarded",),
+    "hpcrl.config.slime.launcher_values": ("guarded",),
 }
 #: functions whose result depends on their arguments and on what is installed alone
 KEPT = {
@@ -27,16 +27,16 @@ KEPT = {
     "hpcrl.config.passthrough": ("settings", "spellings", "_preferred"),
     "hpcrl.config.plugin_names": ("algorithm_files",),
     "hpcrl.config.setting_names": ("own",),
-    "hpcrl.engine.held.experts": ("unpacking",),
-    "hpcrl.memory.adapters": ("_matrices", "_tensors"),
-    "hpcrl.pickles.plain": ("look_up",),
-    "hpcrl.rehearsal.device": ("_short",),
+    "hpcrl.engine.params.experts": ("unpacking",),
+    "hpcrl.planning.memory.adapters": ("_matrices", "_tensors"),
+    "hpcrl.transport.pickles.plain": ("look_up",),
+    "hpcrl.planning.rehearsal.device": ("_short",),
     "hpcrl.rollout.endpoint.call_forms": ("forms", "form_of"),
     "hpcrl.rollout.slime_names.helpers": ("_loop",),
-    "hpcrl.slime.arguments": ("verdicts", "other_defaults", "_document"),
-    "hpcrl.slime.script_notes": ("model_families",),
-    "hpcrl.toolbox.plugins": ("_names", "_parsed"),
-    "hpcrl.trainer.delta_net.layer": ("_context_places",),
+    "hpcrl.config.slime.arguments": ("verdicts", "other_defaults", "_document"),
+    "hpcrl.config.slime.script_notes": ("model_families",),
+    "hpcrl.utils.plugins": ("_names", "_parsed"),
+    "hpcrl.trainer.megatron.delta_net_layer": ("_context_places",),
 }
 
 

@@ -16,17 +16,17 @@ import psutil
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import EngineBroadcast
-from hpcrl.engines.http import Address, ask
-from hpcrl.engines.registry import Engine
+from hpcrl.engine.membership.broadcast import EngineBroadcast
+from hpcrl.engine.membership.http import Address, ask
+from hpcrl.engine.membership.registry import Engine
 from hpcrl.plan import Plan, local_hosts, make_plan
-from hpcrl.queue.auth import http_key, make_keys
-from hpcrl.redistribution.layouts import whole
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.rundir import RunDir
+from hpcrl.transport.auth import http_key, make_keys
 from hpcrl.weights.disk import DiskUpdate
 from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.pieces.wire import process_identity
+from hpcrl.weights.redistribution.layouts import whole
 from hpcrl.weights.sender import WeightSender
 from tests.support.runs import REPO, alive
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from hpcrl import token_frames
-from hpcrl.queue.auth import http_key
 from hpcrl.run.rundir import RunDir
-from hpcrl.token_frames import SampleAnswer
+from hpcrl.transport import token_frames
+from hpcrl.transport.auth import http_key
+from hpcrl.transport.token_frames import SampleAnswer
 
 #: an answer that closes the connection instead
 CUT = object()

@@ -27,13 +27,13 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.engine.key_guard import KEY_FILE, REALM
+from hpcrl.engine.membership.http import Address, HttpError, ask
 from hpcrl.engine.server_settings import LISTEN_FD, build, server_environment
-from hpcrl.engines.http import Address, HttpError, ask
-from hpcrl.model_files.config_json import read_config
-from hpcrl.queue.auth import http_key
+from hpcrl.models.files.config_json import read_config
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
+from hpcrl.transport.auth import http_key
 from tests.support.children import read_line
 
 REPO = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hpcrl.rehearsal.stand_ins.te_kernels import Attention, Norm, Rope
+from hpcrl.planning.fake_libraries.te_kernels import Attention, Norm, Rope
 
 
 def _counts(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:

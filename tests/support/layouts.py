@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from hpcrl.groups import layout as rank_layout
-from hpcrl.memory.parameters import part_shape
 from hpcrl.models.family import Rule, registry
 from hpcrl.models.slicing import CUTS, Shapes, SourceRectangle
-from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, held_parts, merged, needed_parts
+from hpcrl.planning.memory.parameters import part_shape
+from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker, held_parts, merged, needed_parts
 from tests.support.families import ODD, PLAIN, SIZES
 
 ITEM = 4

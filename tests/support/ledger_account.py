@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.rollout.ledger.journal import FOLDER, AttemptBegun, HandedOver, Line, RolloutTrained
 from hpcrl.rollout.ledger.ledger import numbers_in
-from hpcrl.untrusted_files import SAMPLES, read_regular
+from hpcrl.utils.untrusted_files import SAMPLES, read_regular
 
 _DECODER = msgspec.json.Decoder(Line)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from tests.support.published_models import MODELS
 
 

@@ -16,11 +16,11 @@ import msgspec
 import zmq
 
 from hpcrl.plan import Location, Plan
-from hpcrl.queue import auth, messages
-from hpcrl.queue.client import QueueClient
-from hpcrl.queue.server import QueueServer
 from hpcrl.run.peers import RolloutPeer, find, publish
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.transport import auth, messages
+from hpcrl.transport.client import QueueClient
+from hpcrl.transport.server import QueueServer
 
 HERE = Location("127.0.0.1", (0,))
 PLAN = Plan("run-a", 0, (HERE, HERE), (), HERE)

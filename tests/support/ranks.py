@@ -9,7 +9,7 @@ that can be imported; arguments and results are pickled.
 How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and
 then forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so
 the zygote does neither, and the store where ranks meet lives in the test process.  A second zygote, started when it is
-first asked for, is for `on_fake_device`: what it has done to torch (hpcrl/rehearsal/device.py) no other rank may see.
+first asked for, is for `on_fake_device`: what it has done to torch (hpcrl/planning/rehearsal/device.py) no other rank may see.
 A third is for `on_fake_gpu`, in which Megatron finds stand-ins for the packages that a GPU's machine has.
 """
 
@@ -65,7 +65,7 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
 
 
 def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
-    """function(*args) in a process of its own whose accelerator is that of hpcrl/rehearsal/device.py.
+    """function(*args) in a process of its own whose accelerator is that of hpcrl/planning/rehearsal/device.py.
 
     Raises:
         RankError: with its traceback.
@@ -74,7 +74,7 @@ def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 24
 
 
 def on_fake_gpu(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
-    """The same where Megatron finds Transformer Engine and DeepEP, held by hpcrl/rehearsal/stand_ins/transformer_engine.py and
+    """The same where Megatron finds Transformer Engine and DeepEP, held by hpcrl/planning/fake_libraries/transformer_engine.py and
     deep_ep.py.
 
     Raises:
@@ -133,16 +133,16 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what ranks print must not end among the answers
     if PACKAGES in sys.argv:
-        from hpcrl.rehearsal.stand_ins import deep_ep, transformer_engine
+        from hpcrl.planning.fake_libraries import deep_ep, transformer_engine
 
         transformer_engine.install()
         deep_ep.install()
     if FAKE in sys.argv:
-        from hpcrl.rehearsal import device as fake_device
+        from hpcrl.planning.rehearsal import device as fake_device
 
         fake_device.install()
     else:
-        from hpcrl.trainer.megatron import cpu_shim
+        from hpcrl.trainer.cpu import cpu_shim
 
         cpu_shim.install()
     for module in ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load"):

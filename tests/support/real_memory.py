@@ -1,5 +1,5 @@
 """The step of a rehearsal with real tensors of the CPU, and the bytes that torch's allocator has given out in it: what a
-rehearsal's count is held against (tests/rehearsal/test_real_memory.py).
+rehearsal's count is held against (tests/planning/rehearsal/test_real_memory.py).
 
     counted = on_fake_device(count, options, rank)
     allocated = run_ranks(n, allocate, options)[rank]
@@ -25,8 +25,8 @@ from torch._C._profiler import _EventType
 from torch.utils._pytree import tree_leaves
 
 from hpcrl.config.options import Options
-from hpcrl.rehearsal.batch import micro_batches, rehearsed
-from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.planning.rehearsal.batch import micro_batches, rehearsed
+from hpcrl.utils.deadline import Deadline, poll
 
 GLOO = ("c10d::", "gloo:")  #: operations within which gloo makes copies
 COLLECTIVES = ("allreduce", "allgather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "broadcast")
@@ -34,9 +34,9 @@ COLLECTIVES = ("allreduce", "allgather", "all_gather_single", "reduce_scatter", 
 
 def count(options: Options, rank: int) -> dict[str, int]:
     """Phase -> the most bytes at once, as a rehearsal of that rank counts them."""
-    from hpcrl.rehearsal import one_rank
-    from hpcrl.rehearsal.device import FakeDevice, join
-    from hpcrl.rehearsal.live_bytes import DeviceBytes
+    from hpcrl.planning.rehearsal import one_rank
+    from hpcrl.planning.rehearsal.device import FakeDevice, join
+    from hpcrl.planning.rehearsal.live_bytes import DeviceBytes
     from hpcrl.trainer.megatron.capabilities import Machine
 
     lengths = micro_batches(options)
@@ -50,7 +50,7 @@ def count(options: Options, rank: int) -> dict[str, int]:
 
 def allocate(options: Options) -> dict[str, int]:
     """Phase -> the most bytes at once that this rank of several had from torch's allocator."""
-    from hpcrl.rehearsal import one_rank
+    from hpcrl.planning.rehearsal import one_rank
     from hpcrl.trainer import parallel_state
 
     lengths = micro_batches(options)

@@ -108,7 +108,7 @@ class FakeSlurm:
 
 
 def row(job: str, state: str = "RUNNING", reason: str = "None", raw: str = "", **fields: Any) -> str:
-    """One line of squeue, in the order of hpcrl.slurm.squeue.FIELDS.  raw: the number of a task of an array."""
+    """One line of squeue, in the order of hpcrl.launch.slurm.squeue.FIELDS.  raw: the number of a task of an array."""
     values = {"submit": int(NOW - 500), "start": int(NOW - 400), "end": int(NOW + 3600), "nodes": 2, "user": "me"}
     values |= {"name": "x-hpcrl", "comment": "(null)"} | fields
     return "\x1f".join(map(str, (job, raw or job, state, reason, *values.values()))) + "\n"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.queue.share_format import Share
 from hpcrl.sample import COMPLETED, OPTIONAL, STATUSES, Sample, SampleBatch
+from hpcrl.transport.share_format import Share
 
 
 def sample(number: int, prompt: int = 3, answer: int = 5, optional: bool = False) -> Sample:

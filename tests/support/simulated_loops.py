@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcrl.config.options import Options
-from hpcrl.engines.load import Loads
+from hpcrl.engine.membership.load import Loads
 from hpcrl.rollout.batch_assembly import check_staleness
 from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
 from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator

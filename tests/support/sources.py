@@ -14,7 +14,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from hpcrl.toolbox.imports import without_collection
+from hpcrl.utils.imports import without_collection
 
 
 @cache

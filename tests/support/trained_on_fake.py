@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.rehearsal import device as fake_device
-from hpcrl.rehearsal import one_rank
+from hpcrl.planning.rehearsal import device as fake_device
+from hpcrl.planning.rehearsal import one_rank
 from hpcrl.sample import SampleBatch
 
 

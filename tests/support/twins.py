@@ -13,9 +13,9 @@ import shlex
 from functools import partial
 from pathlib import Path
 
+from hpcrl.config.slime.arguments import split_flags
 from hpcrl.rollout.saved_rollouts import write_rollout
-from hpcrl.slime.arguments import split_flags
-from tests.slime.guides import GUIDES, MODELS
+from tests.config.slime.guides import GUIDES, MODELS
 from tests.support.absent_torchvision import FOLDER
 from tests.support.cluster import Cluster
 from tests.support.runs import make_task, metrics, rows
@@ -25,7 +25,7 @@ from tests.support.twin_models import MODELS_OF, made_up
 from tests.whole_runs.test_under_mpirun import launch
 
 STEPS = 3
-SCRIPTS = json.loads((Path(__file__).parents[1] / "slime/scripts.json").read_text())
+SCRIPTS = json.loads((Path(__file__).parents[1] / "config/slime/scripts.json").read_text())
 #: guide, or script of slime's -> the words behind train.py
 ARGUMENTS = {name: guide[0] for name, guide in GUIDES.items()}
 OF_SCRIPTS = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hpcrl.engines.http import HttpError
+from hpcrl.engine.membership.http import HttpError
 from hpcrl.errors import DataError, HpcrlError, PeerError, Stopped, kind_of
-from hpcrl.queue.share_format import WireError
+from hpcrl.transport.share_format import WireError
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.process

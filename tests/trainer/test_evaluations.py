@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.queue.messages import UNFINISHED
 from hpcrl.report.metrics import MetricsLog, read_metrics
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.evaluations import EvaluationSchedule
+from hpcrl.transport.messages import UNFINISHED
 from tests.support.options import GRPO
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.share_format import Share
 from hpcrl.trainer.loop_schedule import (
     check_staleness,
     evaluates_beside,
@@ -18,6 +17,7 @@ from hpcrl.trainer.loop_schedule import (
     settles,
     steps_of,
 )
+from hpcrl.transport.share_format import Share
 from tests.support.shares import share
 
 

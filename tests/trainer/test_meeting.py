@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hpcrl.errors import UsageError
-from hpcrl.queue.torch_store import connect_store, open_store
+from hpcrl.transport.torch_store import connect_store, open_store
 from tests.support.runs import REPO
 
 RANKS = 24
@@ -24,7 +24,7 @@ import json, os, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hpcrl.config.options import Options
-from hpcrl.queue.torch_store import connect_store, open_store
+from hpcrl.transport.torch_store import connect_store, open_store
 from hpcrl.trainer.collectives import broadcast_json, connect_when_needed, make_patient
 
 ranks, lazily = int(sys.argv[1]), sys.argv[2] == "lazily"

@@ -156,7 +156,7 @@ def of_the_same_files(opts: Options, checkpoints: Path) -> tuple[list[bool], int
     read for them where the policy had taken the same files)"""
     import torch
 
-    from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+    from hpcrl.models.files.safetensors_files import SafetensorsDirectory
     from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint.resume import restore
     from hpcrl.trainer.megatron import host_memory, model

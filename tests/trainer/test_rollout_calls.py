@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.queue.client import Late
-from hpcrl.queue.messages import UNFINISHED
 from hpcrl.trainer import rollout_calls
 from hpcrl.trainer.rollout_calls import SOON, TURN, RolloutCalls, StopAsked
+from hpcrl.transport.client import Late
+from hpcrl.transport.messages import UNFINISHED
 
 
 @pytest.fixture

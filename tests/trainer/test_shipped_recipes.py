@@ -1,5 +1,5 @@
 """Every shipped recipe for GPUs takes its steps with its own flags and layout, on a device that knows shapes alone, with
-stand-ins for Transformer Engine and DeepEP (hpcrl/rehearsal/stand_ins/transformer_engine.py, deep_ep.py); and the host waits
+stand-ins for Transformer Engine and DeepEP (hpcrl/planning/fake_libraries/transformer_engine.py, deep_ep.py); and the host waits
 for the device only where it may.
 
 The model is smaller, all else is what a run would build: `model.build` from the recipe's options.
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from tests.memory.test_weight_update import RECIPES
+from tests.planning.memory.test_weight_update import RECIPES
 from tests.support import families, small_recipes
 from tests.support.allowed_waits import MEGATRONS, OF_NEWER_MEGATRON, OF_RECIPES, OURS, Wait, check, check_all_met
 from tests.support.ranks import on_fake_gpu

@@ -14,7 +14,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+from hpcrl.models.files.safetensors_files import SafetensorsDirectory
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.disk import DiskUpdate
 from tests.support.engines import CLOSE, SMALL, Side, WholeTensors

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hpcrl.cli import main
-from hpcrl.convert.to_fp8 import convert
+from hpcrl.cli.main import main
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files.safetensors_files import listing
+from hpcrl.models.convert.to_fp8 import convert
+from hpcrl.models.files.safetensors_files import listing
 from hpcrl.weights import fp8
 from hpcrl.weights.fp8 import (
     FP8,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.engines.fleet import EngineLate, EngineLost
-from hpcrl.engines.registry import Engine, Registry
+from hpcrl.engine.membership.broadcast import EngineLate, EngineLost
+from hpcrl.engine.membership.registry import Engine, Registry
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.updates import FirstUpdate, Updates

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.engines.http import Address, HttpError, ask
+from hpcrl.engine.membership.http import Address, HttpError, ask
 from hpcrl.run.engine_files import read_views
 from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe
 

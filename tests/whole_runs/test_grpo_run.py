@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.report.page.panels import own_metrics
 from hpcrl.report.run_files import Run as Files
 from hpcrl.report.timeline.node_hours import NodeHours, node_hours

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.cli import main
-from hpcrl.trackers import record, wandb
-from hpcrl.trackers.record import TrackedStage
+from hpcrl.cli.main import main
+from hpcrl.report.trackers import record, wandb
+from hpcrl.report.trackers.record import TrackedStage
 from tests.support.able import require
 from tests.support.faults.attack_kinds import attack_kinds
 from tests.support.faults.campaign import Campaign

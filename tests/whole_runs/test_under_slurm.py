@@ -56,7 +56,7 @@ def test_percent_sign_in_run_directory(cluster: Cluster, het: Job) -> None:
 
 def test_submitits_job_knows_state_output_and_result(cluster: Cluster, het: Job) -> None:
     code = (
-        f"import json; from hpcrl.slurm.het_executor import HetJob;job = HetJob({str(het.root / 'submitit')!r}, "
+        f"import json; from hpcrl.launch.slurm.het_executor import HetJob;job = HetJob({str(het.root / 'submitit')!r}, "
         f"{str(het.number)!r}); print(json.dumps([job.state, job.result()]))"
     )
     state, result = json.loads(cluster.run([sys.executable, "-c", code], env=ENV).stdout.splitlines()[-1])

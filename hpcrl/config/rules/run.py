@@ -15,7 +15,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
-from hpcrl.plain_text import CONTROL
+from hpcrl.utils.plain_text import CONTROL
 
 
 def check_needed(o: Options) -> None:

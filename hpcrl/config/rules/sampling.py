@@ -17,7 +17,7 @@ from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_names import is_path
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.utils.plugins import PluginFolder
 
 #: each file with one of these functions is a built-in filter, named as the option's value
 FILTERS = Path(__file__).parents[2] / "rollout" / "filters"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.host_rules import rules_of
+from hpcrl.utils.host_rules import rules_of
 
 
 def check_sandboxes(o: Options) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from hpcrl.engine.drafts import REFRESHED
-from hpcrl.engine.held.layers import Holdings, stock
-from hpcrl.model_files.safetensors_files import Entry
+from hpcrl.engine.params.layers import Holdings, stock
+from hpcrl.models.files.safetensors_files import Entry
 
 _BLOCK = ".mtp_block"  #: the module around what a checkpoint has in the layer itself
 _MIMO = re.compile(r"^(model\.mtp_layers\.)(\d+)")  #: which vLLM counts from the model's last layer on

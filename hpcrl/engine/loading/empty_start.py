@@ -23,10 +23,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from hpcrl.engine.loading.disk_weights import tensors
 from hpcrl.engine.server_settings import EMPTY, FILL
-from hpcrl.model_files.config_json import read_config
-from hpcrl.model_files.safetensors_files import listing
-from hpcrl.model_files.stacked_experts import single
 from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
+from hpcrl.models.files.safetensors_files import listing
+from hpcrl.models.files.stacked_experts import single
 from hpcrl.run.role import say
 
 CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale")  #: of the cache; a layer without them has its own

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from hpcrl.engine.held.layers import Holdings, holdings
-from hpcrl.model_files.safetensors_files import Entry
-from hpcrl.model_files.stacked_experts import single
+from hpcrl.engine.params.layers import Holdings, holdings
+from hpcrl.models.files.safetensors_files import Entry
+from hpcrl.models.files.stacked_experts import single
 
 OURS = "model."
 FILES = "model.language_model."

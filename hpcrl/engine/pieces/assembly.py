@@ -21,11 +21,11 @@ import torch
 
 from hpcrl.engine.pieces.borrowed_view import BorrowedPart, BorrowedView
 from hpcrl.engine.pieces.part_tensor import part_tensor
-from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.redistribution.layouts import targets
+from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.elements import WHOLE, copy, read, size, words
 from hpcrl.weights.pieces.wire import Message, ReceivePlan, WireTensor
+from hpcrl.weights.redistribution.layouts import targets
 
 HOST = torch.device("cpu")
 Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, length), columns or None for all

@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hpcrl.redistribution.layouts import Index
 from hpcrl.weights.pieces.elements import copy
+from hpcrl.weights.redistribution.layouts import Index
 
 Area = tuple[int, int, int, int]  #: rows [a, b), columns [c, d)
 aten = torch.ops.aten

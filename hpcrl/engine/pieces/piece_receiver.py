@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
-from hpcrl.engines.fleet import in_thread
 from hpcrl.errors import HpcrlError
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device, use_device
@@ -31,7 +31,7 @@ from hpcrl.weights.pieces.piece_sender import MEMORY
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Message, ReceivePlan, WorkerJoinCommand
 
 if TYPE_CHECKING:
-    from hpcrl.engine.held.layers import Holdings
+    from hpcrl.engine.params.layers import Holdings
 
 Load = Callable[[list[tuple[str, torch.Tensor]], bool], None]
 

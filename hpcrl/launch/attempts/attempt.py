@@ -17,28 +17,28 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError, failure_kind
-from hpcrl.heartbeat import LEAST, HeartbeatMonitor
 from hpcrl.launch.attempts.box_trials import kinds_to_try, refuse_untried
-from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle, is_of
+from hpcrl.launch.attempts.host_processes import HeldHosts, HostHandle, is_of
 from hpcrl.launch.attempts.old_attempts import begin_tidying
-from hpcrl.launch.engines.standalone import borrow
 from hpcrl.launch.host import CLOSING, HOST_BEAT
 from hpcrl.launch.roles import GRACE
+from hpcrl.launch.standalone_engine import borrow
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
-from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
 from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.heartbeat import LEAST, HeartbeatMonitor
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, listed, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
-from hpcrl.sandbox_nodes.trial import BoxTrial
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.signs import LastSign
-from hpcrl.toolbox.turning import work_in_turns
+from hpcrl.sandbox.nodes.trial import BoxTrial
+from hpcrl.transport.auth import make_keys
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.long_work import work_in_turns
 
 LOOK = 1.0  #: seconds between two looks of the launcher into the run directory
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over

@@ -1,6 +1,6 @@
 """Which kinds of sandboxes are tried where before a stage begins: those of the stages after it.
 
-A stage's own servers of sandboxes say at its beginning why a node can make none (`hpcrl.sandbox_nodes.main`); those of
+A stage's own servers of sandboxes say at its beginning why a node can make none (`hpcrl.sandbox.nodes.main`); those of
 a later one would say it hours later, when the stages before it have done their work.
 
 Invariant: a node is asked for what a later stage's plan has there, and for nothing else.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, make_plan
-from hpcrl.sandbox_nodes.trial import BoxTrial, word_of
+from hpcrl.sandbox.nodes.trial import BoxTrial, word_of
 
 
 def kinds_to_try(

@@ -1,7 +1,7 @@
 """A stage's attempts in one job: after a failure the next begins at once, on the hosts that the job holds.
 
 Invariants: a stop that was asked for, a time limit that is near and a cause that another attempt does not remove are
-never followed by one (`retries.py`, `headway.py`, and what the job's scheduler knows); the error that a job ends with
+never followed by one (`retries.py`, `progress.py`, and what the job's scheduler knows); the error that a job ends with
 is that of its last attempt; no process outlives the call.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempts.attempt import Backend, run_attempt
-from hpcrl.launch.attempts.headway import check_headway, position
-from hpcrl.launch.attempts.held_hosts import HeldHosts
-from hpcrl.launch.attempts.left_out import leave_out
+from hpcrl.launch.attempts.excluded_hosts import leave_out
+from hpcrl.launch.attempts.host_processes import HeldHosts
+from hpcrl.launch.attempts.progress import check_headway, position
 from hpcrl.launch.attempts.retries import FailedAttempt, HostFault, is_final, reason_to_end
 from hpcrl.launch.attempts.spare_hosts import without
 from hpcrl.launch.stop_signals import StopRequest
@@ -33,8 +33,8 @@ from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import AttemptFailure, RunDir
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import Summary, read_summary
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.turning import work_in_turns
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.long_work import work_in_turns
 
 DISK = 120.0  #: seconds that a file system which takes nothing has to get over it
 LOOK = 1.0  #: seconds between two looks meanwhile

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hpcrl.report.timeline.spans import FOLDER, merged_of, old_of
 from hpcrl.run.rundir import RunDir, listed
-from hpcrl.untrusted_files import count_of, open_append, read_regular
+from hpcrl.utils.untrusted_files import count_of, open_append, read_regular
 
 KEPT = 2  #: attempts that stay as they are, the one that begins among them
 START = ("hosts", "doctor")  #: directories of attempts/N that are read by its start alone, and

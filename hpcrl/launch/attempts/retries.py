@@ -2,7 +2,7 @@
 
 Pure: what is known of the failures of this job in, a reason to end out.  Invariants: what another attempt would not
 change ends the run with the first error that says so: a setting, a failure before anything was trained that no machine
-can be blamed for, the same error at the same step twice; `headway.py` ends a run that is tried again and again
+can be blamed for, the same error at the same step twice; `progress.py` ends a run that is tried again and again
 without a new checkpoint.
 """
 

@@ -31,7 +31,7 @@ from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
 from hpcrl.report.transcript_view import parts
 from hpcrl.run.attempt_log import Fault
-from hpcrl.untrusted_files import read_regular
+from hpcrl.utils.untrusted_files import read_regular
 
 #: tracks in a picture; steps in the closer one; samples of each kind
 MOST_TRACKS = 40

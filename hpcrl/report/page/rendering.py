@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from hpcrl.untrusted_files import read_given
+from hpcrl.utils.untrusted_files import read_given
 
 
 def render(name: str, **values: object) -> str:

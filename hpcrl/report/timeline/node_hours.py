@@ -37,7 +37,7 @@ from hpcrl.report.timeline.spans import (
     Cost,
 )
 from hpcrl.run.rundir import HOSTS
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 HOUR = 3_600_000_000  #: microseconds
 Work = Sequence[tuple[int, int, Cost]]  #: (begin, end, what is done), in microseconds, in any order

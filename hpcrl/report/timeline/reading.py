@@ -26,7 +26,7 @@ import msgspec
 
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, Header, merged_of, old_of, order
-from hpcrl.untrusted_files import MOST, SAMPLES, count_of, read_regular
+from hpcrl.utils.untrusted_files import MOST, SAMPLES, count_of, read_regular
 
 
 class Span(NamedTuple):

@@ -27,7 +27,7 @@ from hpcrl.rollout.endpoint.requests import (
 from hpcrl.rollout.endpoint.session import FULL, BadRequest, Session
 from hpcrl.rollout.endpoint.turns import MODEL, ChatAnswer, ChatRequest, place, say
 from hpcrl.rollout.samplers.trajectory import LENGTH
-from hpcrl.untrusted_files import parse_json
+from hpcrl.utils.untrusted_files import parse_json
 
 #: the type of an error with this status
 _ERRORS = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrl.rollout.endpoint import tool_calls
 from hpcrl.rollout.endpoint.call_values import Find, FoundCall, Tools
-from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.utils.plugins import PluginFolder
 
 USUAL = "hermes"  #: of a template that shows no form
 

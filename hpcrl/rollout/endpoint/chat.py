@@ -17,7 +17,7 @@ from hpcrl.rollout.endpoint.call_forms import CallForm, form_of
 from hpcrl.rollout.endpoint.call_values import FoundCall
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
 from hpcrl.rollout.samplers.trajectory import Trajectory, continuation, opening, plain
-from hpcrl.untrusted_files import parse_json
+from hpcrl.utils.untrusted_files import parse_json
 
 #: roles that chat templates have another word for
 _ROLES = {"developer": "system"}

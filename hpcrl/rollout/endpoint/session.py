@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.endpoint.asked_turns import AskedTurn, history_of
 from hpcrl.rollout.endpoint.chat import Dialogue
+from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, history_of
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling, seed_of

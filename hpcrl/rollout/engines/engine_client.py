@@ -20,13 +20,13 @@ import aiohttp
 import numpy as np
 
 from hpcrl.errors import DataError, DeadlineError, PeerError
-from hpcrl.rollout.engines import lean_route
+from hpcrl.rollout.engines import sampling_route
 from hpcrl.rollout.engines.completion import Completion, ExpectedAnswer, PassingTrouble, PromptRequest, SampleCall
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.sample import ABORTED, TRUNCATED
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.retry import Pauses
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.retry import Pauses
 
 ATTEMPTS = 4  #: how often one request is sent at most
 PAUSES = Pauses(0.2, 3.2, growth=4.0)  #: before a request is sent again
@@ -144,13 +144,13 @@ class Dispatcher:
         )
         try:
             async with asyncio.timeout(limit):
-                await lean_route.ask(engine, request, wanted, self._deliver)
+                await sampling_route.ask(engine, request, wanted, self._deliver)
         except PassingTrouble as error:
             return str(error)
         except aiohttp.ClientError as error:
             return f"{type(error).__name__}: {error}"
         except TimeoutError as error:
-            what = f"{engine} did not answer {lean_route.PATH} within --request-timeout {limit:g} s"
+            what = f"{engine} did not answer {sampling_route.PATH} within --request-timeout {limit:g} s"
             raise DeadlineError(what, f"see {engine.log}") from error
         return ""
 
@@ -219,7 +219,7 @@ class Dispatcher:
 
     async def _tell(self, engine: PooledEngine, idents: list[str]) -> None:
         try:
-            await lean_route.abort(engine, idents)
+            await sampling_route.abort(engine, idents)
         except (aiohttp.ClientError, TimeoutError):
             return  # the request itself finds out what is wrong there; and it is told again
 

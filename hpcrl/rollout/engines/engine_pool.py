@@ -16,19 +16,19 @@ import aiohttp
 from yarl import URL
 
 from hpcrl.config.options import Options
-from hpcrl.engines.http import GLANCE_SECONDS, Address, answer
-from hpcrl.engines.load import Loads
-from hpcrl.engines.registry import Registry
+from hpcrl.engine.membership.http import GLANCE_SECONDS, Address, answer
+from hpcrl.engine.membership.load import Loads
+from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.handover import TRAINERS_TURN, Event, HandOver, OutOfTurn
 from hpcrl.plan import Plan
-from hpcrl.queue.auth import http_key
 from hpcrl.report.timeline.spans import GENERATE, NOWHERE, Timeline
 from hpcrl.run.engine_files import EngineReports
 from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.transport.auth import http_key
+from hpcrl.utils.deadline import Deadline
+from hpcrl.weights.colocation import TRAINERS_TURN, Event, HandOver, OutOfTurn
 
 CONNECT = 10.0  #: seconds for a TCP connection
 DRAIN = 10.0  #: seconds that requests which were ended with their rollout may take before the engines sleep

@@ -15,14 +15,14 @@ import time
 from dataclasses import replace
 
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
-from hpcrl.engines.http import CORE, HEALTH, LATE, REFUSED, SILENT, Address, answer, realm_of
+from hpcrl.engine.membership.http import CORE, HEALTH, LATE, REFUSED, SILENT, Address, answer, realm_of
 from hpcrl.errors import DeadlineError, UsageError
-from hpcrl.queue.auth import borrowed_key
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.run.engine_files import EngineEnd, tell_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.role import RoleContext, say
+from hpcrl.transport.auth import borrowed_key
 
 POLL = 1.0  #: seconds between two questions whether it lives
 NAME = "policy"  #: what the engines of hpcrl call their model

@@ -14,8 +14,8 @@ import asyncio
 import time
 from typing import Any
 
-from hpcrl.engines.http import CORE, answer
-from hpcrl.engines.registry import Engine, Registry
+from hpcrl.engine.membership.http import CORE, answer
+from hpcrl.engine.membership.registry import Engine, Registry
 from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.run.engine_files import EngineView, write_views

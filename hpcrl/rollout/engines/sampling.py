@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.model_files.config_json import read_config
+from hpcrl.models.files.config_json import read_config
 from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.token_frames import EXPERTS
+from hpcrl.transport.token_frames import EXPERTS
 
 
 @dataclass(frozen=True)

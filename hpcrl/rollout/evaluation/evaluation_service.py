@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.queue.messages import UNFINISHED
 from hpcrl.report.timeline.spans import EVALUATE, Timeline
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.batch_assembly import check_staleness
@@ -25,6 +24,7 @@ from hpcrl.rollout.inputs import RolloutInputs
 from hpcrl.rollout.saved_rollouts import write_samples
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
+from hpcrl.transport.messages import UNFINISHED
 
 #: (work, what is late) -> its result within --rollout-timeout
 InTime = Callable[[Coroutine[Any, Any, dict[str, Any]], Callable[[], str]], Coroutine[Any, Any, dict[str, Any]]]

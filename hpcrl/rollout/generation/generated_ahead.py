@@ -26,7 +26,7 @@ from hpcrl.rollout.ledger.journal import HandedOver
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.sample import PackedSample, pack, unpack
-from hpcrl.untrusted_files import SAMPLES, read_regular
+from hpcrl.utils.untrusted_files import SAMPLES, read_regular
 
 FOLDER, SUFFIX = "ahead", ".made"
 

@@ -37,7 +37,7 @@ from hpcrl.rollout.worker_messages import (
     frame,
 )
 from hpcrl.sample import Sample, unpack
-from hpcrl.untrusted_files import read_system
+from hpcrl.utils.untrusted_files import read_system
 
 LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
 

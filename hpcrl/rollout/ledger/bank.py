@@ -36,7 +36,7 @@ from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import PackedSample, pack, unpack
-from hpcrl.untrusted_files import open_regular
+from hpcrl.utils.untrusted_files import open_regular
 
 
 class _Group(msgspec.Struct):

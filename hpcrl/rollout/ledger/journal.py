@@ -13,7 +13,7 @@ import msgspec
 
 from hpcrl.rollout.ledger.ledger import Ledger
 from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.untrusted_files import open_append
+from hpcrl.utils.untrusted_files import open_append
 
 Ranges = list[list[int]]
 

@@ -23,9 +23,9 @@ import msgspec
 from hpcrl.config.custom_functions import is_async, named, short
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.prompt_files.rows import kind_of_json
 from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile, ReadOptions
 from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.rows import kind_of_json
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 MOST_DROPPED = 1000  #: prompts in a row that are too long before it is an error

@@ -21,9 +21,9 @@ from hpcrl.config.eval_sets import EvalSet
 from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, UsageError
-from hpcrl.prompt_files.row_checks import Keys, PromptRow, keys_in, read_row
-from hpcrl.prompt_files.rows import PromptRows, open_rows
 from hpcrl.rollout.prompts.rendering import EncodedRow, RenderedRow, encode, render
+from hpcrl.rollout.prompts.row_checks import Keys, PromptRow, keys_in, read_row
+from hpcrl.rollout.prompts.rows import PromptRows, open_rows
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 CHUNK = 1024  #: rows that are encoded at once

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcrl.prompt_files.row_checks import ASSISTANT, Keys, Messages, PromptRow
+from hpcrl.rollout.prompts.row_checks import ASSISTANT, Keys, Messages, PromptRow
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 LEARN = "step_loss_mask"  #: of an assistant's message: 0 leaves its turn out of the loss (slime's key)

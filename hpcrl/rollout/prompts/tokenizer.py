@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files.config_json import CONFIG, read_config, read_object
+from hpcrl.models.files.config_json import CONFIG, read_config, read_object
 
 Messages = list[dict[str, Any]]
 

@@ -17,8 +17,8 @@ from hpcrl.config.options import Options
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn, continuation
 from hpcrl.sample import Sample
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.retry import Pauses, retry_async
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.retry import Pauses, retry_async
 
 FULL = "context_length_exceeded"  #: what the endpoint says when tokens leave no room for an answer
 _THEIRS = ("sglang_router_ip", "sglang_router_port", "vllm_router_ip", "vllm_router_port")

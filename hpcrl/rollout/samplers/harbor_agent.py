@@ -15,14 +15,14 @@ import dataclasses
 import time
 from typing import Any
 
-from hpcrl.harbor.rows import KEY, task_of
-from hpcrl.harbor.task import HarborTask
-from hpcrl.harbor.verdict import TaskVerdict, collect, run_in, task_box, verdict
 from hpcrl.rollout.endpoint.call_forms import form_of
 from hpcrl.rollout.samplers.bash_tool import BASH, NO_SUCH_TOOL, command_of, shown
 from hpcrl.rollout.samplers.conversation import Conversation
 from hpcrl.rollout.samplers.trajectory import LENGTH, opening
 from hpcrl.sandbox import Box
+from hpcrl.sandbox.harbor.rows import KEY, task_of
+from hpcrl.sandbox.harbor.task import HarborTask
+from hpcrl.sandbox.harbor.verdict import TaskVerdict, collect, run_in, task_box, verdict
 
 TURNS = 32  #: of a response
 SECONDS = 120.0  #: that one command may take

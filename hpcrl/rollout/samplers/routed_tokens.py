@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from hpcrl.models.routing import R3, Routing
-from hpcrl.rollout.endpoint.asked_turns import AskedTurn, choices_of
+from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, choices_of
 from hpcrl.sample import Sample
 
 COLUMN = "routed_experts"  #: of `Sample.extra`

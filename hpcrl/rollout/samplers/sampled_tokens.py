@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcrl.rollout.endpoint.asked_turns import AskedTurn
+from hpcrl.rollout.endpoint.recorded_turns import AskedTurn
 from hpcrl.rollout.endpoint.session import Session
 from hpcrl.rollout.worker_messages import ERROR, CustomResult
 from hpcrl.sample import Sample, unpack

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.harbor.task import usual_workdir
 from hpcrl.rollout.samplers.verifiers_env import numbers, written
 from hpcrl.sample import Sample
 from hpcrl.sandbox import BoxLimits, sandbox
+from hpcrl.sandbox.harbor.task import usual_workdir
 
 #: of a prompt's metadata: {"taskset": its id, "args": of its config, "shell", "image", "data": of the task}
 KEY = "verifiers_task"

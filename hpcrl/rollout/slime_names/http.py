@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.retry import Pauses, retry_async
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.retry import Pauses, retry_async
 
 AGAIN = 1.0  #: seconds until a server that did not answer is asked again
 LONGEST = 600.0  #: seconds after which none is

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from hpcrl.sandbox.system_calls import PARENT_DEATH_SIGNAL, drop_capabilities, prctl, write_kernel
 from hpcrl.sandbox.usage import START
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.host_rules import HostRules, split_port
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.host_rules import HostRules, split_port
 
 MOST = 32  #: connections at once; more wait until one of these has ended
 HEAD = 16 << 10  #: bytes of a request's head

@@ -34,8 +34,8 @@ from hpcrl.sandbox.images.archives import (
 )
 from hpcrl.sandbox.images.sif import is_sif, unpack_sif
 from hpcrl.sandbox.images.tree import ImageTree
-from hpcrl.toolbox.deadline import Deadline, poll
-from hpcrl.toolbox.locks import try_lock
+from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.locks import try_lock
 
 SECONDS = 3600.0  #: that a process waits while another unpacks the same
 #: directories of each image that was unpacked

@@ -15,7 +15,7 @@ from hpcrl.sandbox.images.staging import staged
 from hpcrl.sandbox.kinds import runtime
 from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.run import Unconfined
-from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.utils.plugins import PluginFolder
 
 OURS = "namespaces"
 VARIABLE = "HPCRL_SANDBOX_KIND"  #: of the environment: the kind of pools that are told none

@@ -14,13 +14,13 @@ import socket
 import struct
 
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
-from hpcrl.sandbox.hosts.door import network_of_this
+from hpcrl.sandbox.hosts.listener import network_of_this
 from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.kinds.first_process import MADE, MOST_DISKS
 from hpcrl.sandbox.kinds.inside import VARIABLES, first_process_words
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.system_calls import PARENT_DEATH_SIGNAL, prctl, read_kernel, write_kernel
-from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.utils.deadline import Deadline, poll
 
 _CREDENTIALS = struct.Struct("3i")
 _SAID = 4096  #: last bytes of what the program says that are read

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrl.sandbox.hosts.door import BOUNDS
+from hpcrl.sandbox.hosts.listener import BOUNDS
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.kinds.inside import INSIDE, OWN, VARIABLES, system_binds
 from hpcrl.sandbox.limits import BoxLimits

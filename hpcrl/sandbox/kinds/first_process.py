@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from hpcrl.sandbox import seccomp
 from hpcrl.sandbox.box_init import serve_box
 from hpcrl.sandbox.frames import pack
-from hpcrl.sandbox.hosts.door import VARIABLES, open_door
+from hpcrl.sandbox.hosts.listener import VARIABLES, open_door
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.system_calls import (
     NO_DUMP,

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
 from hpcrl.errors import DataError
-from hpcrl.model_files.torch_dist import TorchDist
+from hpcrl.models.files.torch_dist import TorchDist
 from hpcrl.trainer.collectives import agree, device
 from hpcrl.trainer.parallel_state import Ranks
 

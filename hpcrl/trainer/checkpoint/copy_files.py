@@ -25,7 +25,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import listed, write_unread
 from hpcrl.run.storage_errors import describe
 from hpcrl.trainer.checkpoint.copies_plan import Part
-from hpcrl.untrusted_files import Damaged, count_of, open_regular, read_json
+from hpcrl.utils.untrusted_files import Damaged, count_of, open_regular, read_json
 
 INDEX = "index.json"
 PIECE = 1 << 22  #: bytes that are read, sent and written at once

@@ -25,9 +25,9 @@ import torch
 from hpcrl.errors import HpcrlError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import die_with_parent
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.signs import LastSign
 from hpcrl.trainer.checkpoint.writers import private, transforms, write_files
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.liveness import LastSign
 
 ENDING: Final = 10.0  #: seconds that a writer which has written may take to end
 LOOK: Final = 1.0  #: seconds between two looks whether a writer stands still

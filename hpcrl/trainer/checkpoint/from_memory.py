@@ -18,8 +18,8 @@ import msgspec
 
 from hpcrl.errors import HpcrlError
 from hpcrl.run.copies_directory import copies_here
-from hpcrl.run.passed_over import tell_passed_over
 from hpcrl.run.role import RoleContext, say
+from hpcrl.run.skipped_checkpoints import tell_passed_over
 from hpcrl.trainer.checkpoint import save_load, whole
 from hpcrl.trainer.checkpoint.copies_plan import CompleteStep, Part, newest_complete, share
 from hpcrl.trainer.checkpoint.copy_files import copy_part, is_whole, part_directory, parts_here
@@ -29,7 +29,7 @@ from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.collectives import agree, broadcast_json, gather_json, is_alone
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json
 
 NEVER = 1 << 40  #: more rollouts than any copy has
 LARGEST = 1 << 30  #: bytes of a position

@@ -40,8 +40,6 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.copies_directory import copies_here
 from hpcrl.run.role import RoleContext, say
 from hpcrl.run.rundir import write_unread
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.toolbox.imports import without_collection
 from hpcrl.trainer.checkpoint import copy_files, save_load
 from hpcrl.trainer.checkpoint.copies_plan import Part, partners, senders
 from hpcrl.trainer.checkpoint.save_load import Position
@@ -49,6 +47,8 @@ from hpcrl.trainer.checkpoint.saver import CheckpointWriter
 from hpcrl.trainer.collectives import agree, agree_in_step, device, gather_json, is_alone
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.imports import without_collection
 
 POSITION = "position.json"  #: of rank 0's part: the record of the checkpoint
 ENDING = 30.0  #: seconds for which the end of a run waits for a copy that is on its way

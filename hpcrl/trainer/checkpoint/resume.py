@@ -23,8 +23,8 @@ from typing import Any, Literal, cast
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.model_files import torch_dist
-from hpcrl.model_files.config_json import check_same_vocabulary
+from hpcrl.models.files import torch_dist
+from hpcrl.models.files.config_json import check_same_vocabulary
 from hpcrl.run.rundir import TRACKER, write_atomic
 from hpcrl.trainer.checkpoint import save_load, whole
 from hpcrl.trainer.checkpoint.save_load import Position

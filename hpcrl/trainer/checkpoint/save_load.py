@@ -36,15 +36,15 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.torch_dist import TorchDist, latest, step
+from hpcrl.models.files.torch_dist import TorchDist, latest, step
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.run import storage_errors
 from hpcrl.run.rundir import CHOSEN, TRACKER, flush, write_atomic
 from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
 from hpcrl.trainer.checkpoint.whole import RECORD, check, manifest, open_stored, saved_by
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
+from hpcrl.trainer.cpu import cpu_shim
 from hpcrl.trainer.lora.saved import ADAPTER, adapter_record, check_same_adapter, refuse_adapter, trained_tensors
-from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
 from hpcrl.trainer.parallel_state import Ranks
 

@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, DeadlineError
-from hpcrl.toolbox.deadline import Deadline
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.forked_writer import CheckpointWriter
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.collectives import agree, agree_in_step, device
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
+from hpcrl.utils.deadline import Deadline
 
 
 @dataclass

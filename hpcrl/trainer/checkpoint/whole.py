@@ -22,11 +22,11 @@ import msgspec
 import torch.distributed as dist
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.torch_dist import MOST_METADATA, TorchDist, latest, step
+from hpcrl.models.files.torch_dist import MOST_METADATA, TorchDist, latest, step
 from hpcrl.run.rundir import CHOSEN, TRACKER
 from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.untrusted_files import Damaged, count_of, read_given_bytes, read_json
+from hpcrl.utils.untrusted_files import Damaged, count_of, read_given_bytes, read_json
 
 RECORD = "hpcrl.json"
 PIECES = ".distcp"  #: files whose pieces have a checksum each

@@ -16,11 +16,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from hpcrl.adapters.rules import AdaptedMatrix, adapted
-from hpcrl.adapters.settings import LoraSettings
 from hpcrl.models.family import Config, Family
 from hpcrl.models.slicing import Shapes
 from hpcrl.trainer.lora.layer import SUFFIX, Adapter, GroupedAdapter, add_to
+from hpcrl.trainer.lora.matrices import AdaptedMatrix, adapted
+from hpcrl.trainer.lora.settings import LoraSettings
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.whole_names import in_whole_model
 

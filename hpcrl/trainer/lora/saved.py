@@ -20,13 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from hpcrl.adapters.base_digest import BitSums, bit_sums, digest_of
-from hpcrl.adapters.rules import is_adapter
 from hpcrl.errors import DataError
-from hpcrl.model_files.torch_dist import TorchDist
+from hpcrl.models.files.torch_dist import TorchDist
 from hpcrl.models.slicing import CUTS
+from hpcrl.trainer.lora.base_digest import BitSums, bit_sums, digest_of
 from hpcrl.trainer.lora.layer import Adapter, adapters_of
-from hpcrl.trainer.megatron.held_parameters import held_table, own_parameters, shapes_of
+from hpcrl.trainer.lora.matrices import is_adapter
+from hpcrl.trainer.megatron.parameter_shards import held_table, own_parameters, shapes_of
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.whole_names import in_whole_model
 

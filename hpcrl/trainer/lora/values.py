@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcrl.adapters.rules import AdaptedMatrix
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
 from hpcrl.models.family import Rule
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.trainer.collectives import agree
 from hpcrl.trainer.lora.layer import Adapter, adapters_of
+from hpcrl.trainer.lora.matrices import AdaptedMatrix
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
@@ -37,7 +37,7 @@ def begin_adapter(policy: Policy, options: Options) -> str:
     if options.lora_adapter_path is None:
         begin(policy, options.seed)
         return "begins with a new adapter"
-    from hpcrl.adapters.peft_files import read_adapter
+    from hpcrl.trainer.lora.peft import read_adapter
 
     assert policy.lora is not None
     directory = Path(options.lora_adapter_path)

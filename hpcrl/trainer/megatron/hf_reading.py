@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+from hpcrl.models.files.safetensors_files import SafetensorsDirectory
 from hpcrl.trainer.collectives import agree
 
 LIMIT = 256 << 20  #: bytes

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.safetensors_files import (
+from hpcrl.models.files.safetensors_files import (
     ITEM_BYTES,
     SINGLE,
     Entry,
@@ -27,12 +27,14 @@ from hpcrl.model_files.safetensors_files import (
     listing,
     read_header,
 )
-from hpcrl.model_files.stacked_experts import ExpertsApart, single
+from hpcrl.models.files.stacked_experts import ExpertsApart, single
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.lora.merged import sent_values
-from hpcrl.trainer.megatron.held_parameters import (
+from hpcrl.trainer.megatron.hf_reading import LIMIT, Parameter, divide, exchange, host_group, rounds
+from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.megatron.parameter_shards import (
     HeldParameter,
     absent_tensors,
     again,
@@ -41,8 +43,6 @@ from hpcrl.trainer.megatron.held_parameters import (
     shapes_of,
     some_of,
 )
-from hpcrl.trainer.megatron.hf_reading import LIMIT, Parameter, divide, exchange, host_group, rounds
-from hpcrl.trainer.megatron.model import Policy
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.from_fp8 import Dequantized, widened
 

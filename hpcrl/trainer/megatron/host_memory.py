@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcrl.adapters.rules import is_adapter
 from hpcrl.errors import UsageError
+from hpcrl.trainer.lora.matrices import is_adapter
 from hpcrl.trainer.lora.switch import adapters_off
 
 if TYPE_CHECKING:

@@ -30,19 +30,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from hpcrl.adapters.rules import AdaptedMatrix, adapted, adapter_tensors
-from hpcrl.adapters.settings import LoraSettings, lora_settings
 from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_steps, warmup_steps
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, Rule, check_spec, find_family
+from hpcrl.models.files.config_json import read_config
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.models.shared.mtp import check_heads
 from hpcrl.trainer.lora.attach import BaseIdentity, attach
+from hpcrl.trainer.lora.matrices import AdaptedMatrix, adapted, adapter_tensors
 from hpcrl.trainer.lora.partial_gradients import with_partial_gradients
+from hpcrl.trainer.lora.settings import LoraSettings, lora_settings
 from hpcrl.trainer.megatron import mtp
 from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values

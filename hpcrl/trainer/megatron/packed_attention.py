@@ -30,9 +30,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from hpcrl.model_files.torch_dist import SANDWICH
-from hpcrl.trainer.delta_net.layer import as_delta_net
+from hpcrl.models.files.torch_dist import SANDWICH
 from hpcrl.trainer.megatron import thd
+from hpcrl.trainer.megatron.delta_net_layer import as_delta_net
 from hpcrl.trainer.megatron.latent_attention import LATENT_NAMES, LatentAttention, SpecifiedAttention
 
 

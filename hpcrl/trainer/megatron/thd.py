@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from hpcrl.device_copies import to_device
+from hpcrl.utils.device_copies import to_device
 
 #: measured on one core for heads x head size = 128, in microseconds: one attention call, one row, one (query, key) pair
 CALL = 150.0

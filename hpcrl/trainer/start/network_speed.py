@@ -27,9 +27,9 @@ import torch.distributed as dist
 from hpcrl.errors import DeadlineError
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import write_atomic
-from hpcrl.toolbox.deadline import Deadline
 from hpcrl.trainer.collectives import connect_when_needed
-from hpcrl.untrusted_files import read_regular
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.untrusted_files import read_regular
 
 #: bytes that are added up: enough for the bandwidth, not the latency, to count
 DEFAULT_BYTES = {"nccl": 1 << 30, "gloo": 1 << 24}

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hpcrl.errors import UsageError
-from hpcrl.queue.torch_store import connect_store, open_store
 from hpcrl.run.peers import StorePeer, publish, wait_for
 from hpcrl.run.role import RoleContext
+from hpcrl.transport.torch_store import connect_store, open_store
 
 BACKEND = "hpcrl"
 TIMEOUT = 600.0  #: seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from hpcrl.compiled.kept_code import KeptCode
+from hpcrl.run.compile_cache.role_cache import KeptCode
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role
 from hpcrl.trainer.start.torchrun import prepare_environment, watch

@@ -13,16 +13,16 @@ import os
 import sys
 from pathlib import Path
 
-from hpcrl.compiled.kept_code import KeptCode
-from hpcrl.compiled.shape import pipeline_stages
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, PeerError
-from hpcrl.processors import cores
+from hpcrl.run.compile_cache.role_cache import KeptCode
+from hpcrl.run.compile_cache.shape import pipeline_stages
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
 from hpcrl.run.gpu_environment import Where, missing, overruled, wanted
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.scratch import scratch
+from hpcrl.utils.cpus import cores
 
 LISTEN = 3.0  #: seconds that a process that is told to end waits for another one's report of the reason
 

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
 from hpcrl.trainer.step.token_logprobs import TeacherRows
+from hpcrl.utils.device_copies import to_device
 
 if TYPE_CHECKING:
     from hpcrl.trainer.parallel_state import Ranks

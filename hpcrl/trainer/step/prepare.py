@@ -20,9 +20,7 @@ from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
-from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError
-from hpcrl.queue.share_format import Share
 from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
 from hpcrl.trainer.custom_hooks import TrainerHooks
 from hpcrl.trainer.lora.switch import BaseAsReference
@@ -32,6 +30,8 @@ from hpcrl.trainer.step import passes
 from hpcrl.trainer.step.packing import Packed, to_columns, to_rows
 from hpcrl.trainer.step.routing_replay import How
 from hpcrl.trainer.step.token_logprobs import TeacherRows
+from hpcrl.transport.share_format import Share
+from hpcrl.utils.device_copies import to_device
 
 #: what the old policy's pass does about experts, by whose choice is trained with
 OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.models.routing import Routing
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.utils.device_copies import to_device
 
 COLUMN = "routed_experts"  #: of `SampleBatch.extra`
 How = Literal["own", "record", "replay"]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpcrl.queue.share_format import MOST_FRAMES, Buffer, Share, decode, encode
+from hpcrl.transport.share_format import MOST_FRAMES, Buffer, Share, decode, encode
 
 if TYPE_CHECKING:
     from hpcrl.trainer.parallel_state import Ranks

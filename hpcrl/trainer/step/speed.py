@@ -1,7 +1,7 @@
 """How fast a rollout was trained on: tokens a second, and a GPU, and the share of what the GPUs are rated for.
 
-Invariants: the operations are those of the passes that were made (`hpcrl.speed.flops`); on a CPU and on a GPU that is
-not in `hpcrl.speed.cards` no share is logged.
+Invariants: the operations are those of the passes that were made (`hpcrl.planning.flops`); on a CPU and on a GPU that
+is not in `hpcrl.planning.gpu_specs` no share is logged.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
-from hpcrl.queue.share_format import Share
+from hpcrl.planning.flops import model_flops, pairs
+from hpcrl.planning.gpu_specs import Card, of_device
 from hpcrl.run.peers import TrainerPeer
-from hpcrl.speed.cards import Card, of_device
-from hpcrl.speed.flops import model_flops, pairs
-from hpcrl.toolbox.installed import versions
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.transport.share_format import Share
+from hpcrl.utils.installed import versions
 
 
 def device_name(device: torch.device) -> str:

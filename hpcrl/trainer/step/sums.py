@@ -26,11 +26,11 @@ from hpcrl.algorithms.interface import Report
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.share_format import Share
 from hpcrl.report.sample_records import Trained, write_tokens, write_trained
 from hpcrl.trainer.collectives import broadcast_bytes
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step.packing import Packed, to_columns
+from hpcrl.transport.share_format import Share
 
 
 def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, micro_batches: Sequence[Packed]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from hpcrl.device_copies import to_device
+from hpcrl.utils.device_copies import to_device
 
 
 class TokenScores(NamedTuple):

@@ -30,9 +30,7 @@ from hpcrl.algorithms.loss import (
 )
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import routing
-from hpcrl.device_copies import to_device
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.queue.share_format import Share
 from hpcrl.run.role import say
 from hpcrl.sample import responses_of
 from hpcrl.trainer.custom_hooks import TrainerHooks
@@ -47,6 +45,8 @@ from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.routing_replay import Difference, given_experts
 from hpcrl.trainer.step.speed import card_of, reached
 from hpcrl.trainer.step.sums import Totals, sums_over_samples, total
+from hpcrl.transport.share_format import Share
+from hpcrl.utils.device_copies import to_device
 
 #: of --max-logprob-diff, without and with bf16
 MAX_LOGPROB_DIFF = (1e-3, 0.1)

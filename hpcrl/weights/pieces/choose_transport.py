@@ -11,9 +11,9 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from hpcrl.engines.fleet import in_thread
+from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.device_memory import DeviceMemory, HostMemory
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire

@@ -33,8 +33,8 @@ from typing import Protocol
 import torch
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.toolbox.deadline import Deadline
-from hpcrl.untrusted_files import read_system
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.untrusted_files import read_system
 from hpcrl.weights.pieces.device_transport import PAUSE, DeviceEvent
 from hpcrl.weights.shared_memory import Region, open_region
 

@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hpcrl.engines.fleet import in_thread
+from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.errors import PeerError
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.pieces.peer_transport import GLANCE, LEFT, PeerTransport, Transfer, named
 from hpcrl.weights.pieces.wire import DATA
 

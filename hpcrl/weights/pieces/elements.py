@@ -26,9 +26,9 @@ import torch
 
 from hpcrl.errors import DataError
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.redistribution.layouts import Rectangle, sources
-from hpcrl.redistribution.loads import ALIGN
 from hpcrl.weights.fp8 import BAND, Scheme, encode, scales_for
+from hpcrl.weights.redistribution.layouts import Rectangle, sources
+from hpcrl.weights.redistribution.loads import ALIGN
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  #: of an element's size
 

@@ -21,12 +21,12 @@ import msgspec
 import torch
 
 from hpcrl.errors import HpcrlError
-from hpcrl.redistribution.layouts import Rectangle, whole
 from hpcrl.weights.fp8 import Stream
 from hpcrl.weights.pieces.elements import copy
 from hpcrl.weights.pieces.messages import pieces_of
 from hpcrl.weights.pieces.piece_sender import JoinCommand, PieceSender, join_as_rank
 from hpcrl.weights.pieces.planning import HeldTensor, Source
+from hpcrl.weights.redistribution.layouts import Rectangle, whole
 
 
 class StreamedValues:

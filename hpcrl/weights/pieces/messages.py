@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcrl.redistribution.loads import padded
-from hpcrl.redistribution.plan import Redistribution
 from hpcrl.weights.pieces.wire import HALVES, Message, ReceivePlan, WireTensor
+from hpcrl.weights.redistribution.loads import padded
+from hpcrl.weights.redistribution.plan import Redistribution
 
 PLANNED = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
 #: sender: the rank in whose memory a piece lies in its round; source: the rank that packed it.  They differ where a

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hpcrl.engines.fleet import in_thread
+from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.wire import DATA

@@ -17,9 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.redistribution.layouts import Rectangle
-from hpcrl.redistribution.loads import padded
+from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device
 from hpcrl.weights.pieces.elements import change_counts, size, write
@@ -27,6 +25,8 @@ from hpcrl.weights.pieces.ipc_transport import ExportedMemory
 from hpcrl.weights.pieces.messages import NBYTES, PackedShards, packed_shards
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, UpdateGroup
+from hpcrl.weights.redistribution.layouts import Rectangle
+from hpcrl.weights.redistribution.loads import padded
 
 MEMORY = "memory of "  #: under which a member shows where its memory is
 

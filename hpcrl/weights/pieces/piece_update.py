@@ -25,14 +25,12 @@ from typing import Any, TypeGuard
 from torch.distributed import TCPStore
 
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
+from hpcrl.engine.membership.broadcast import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.queue.torch_store import open_store
-from hpcrl.redistribution.loads import ALIGN
-from hpcrl.redistribution.plan import Redistribution, carriers
+from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.run.role import say
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.transport.torch_store import open_store
+from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.fp8 import Scheme, Stream, quantized
 from hpcrl.weights.pieces.choose_transport import current_device, use_device
 from hpcrl.weights.pieces.device_transport import unique_id
@@ -51,6 +49,8 @@ from hpcrl.weights.pieces.planning import (
     sent_whole,
 )
 from hpcrl.weights.pieces.wire import HALVES, ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
+from hpcrl.weights.redistribution.loads import ALIGN
+from hpcrl.weights.redistribution.plan import Redistribution, carriers
 from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, pieces_obstacle
 
 JOIN = "joining the group for weights"

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
-from hpcrl.redistribution.plan import Redistribution, redistribute
+from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.weights.fp8 import Scheme, Stream
 from hpcrl.weights.pieces.wire import round_bytes, span
+from hpcrl.weights.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
+from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights.route import Sharing, destination_host
 
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]

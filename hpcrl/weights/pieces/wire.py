@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.untrusted_files import read_system
+from hpcrl.models.files.safetensors_files import ITEM_BYTES
+from hpcrl.utils.untrusted_files import read_system
 
 #: kinds of messages; between two members those of a kind keep their order
 READY = 0

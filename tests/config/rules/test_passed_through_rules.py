@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
-from tests.slime.guides import GUIDES, QWEN3
+from hpcrl.cli.main import main
+from tests.config.slime.guides import GUIDES, QWEN3
 from tests.support.published_models import MODELS
 
 DENSE = "--actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 2 " + QWEN3
@@ -47,7 +47,7 @@ def submitted(models: Path, base: str, more: str) -> tuple[int, str, float]:
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda: False)
+    monkeypatch.setattr("hpcrl.cli.submit.can_submit", lambda: False)
 
 
 @pytest.mark.parametrize("base", [DENSE, MOE])

@@ -9,9 +9,9 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.config.rules.values import build_options
+from hpcrl.config.slime.arguments import translate
 from hpcrl.errors import UsageError
-from hpcrl.slime.arguments import translate
-from tests.slime.guides import GUIDES
+from tests.config.slime.guides import GUIDES
 from tests.support.options import GRPO
 
 SHARED = {"colocate": True, "rollout_num_gpus": 1}

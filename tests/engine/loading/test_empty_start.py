@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.convert.to_fp8 import convert
 from hpcrl.engine.server_settings import EMPTY, Build, flags
-from hpcrl.model_files.config_json import read_config
+from hpcrl.models.convert.to_fp8 import convert
 from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.weights.fp8 import Scheme
 from tests.support.engines import CLOSE, LONG, SMALL, Engines, Side

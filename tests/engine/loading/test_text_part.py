@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcrl.model_files.safetensors_files import Entry
+from hpcrl.models.files.safetensors_files import Entry
 
 pytestmark = pytest.mark.vllm
 X = "model.language_model.layers.0.mlp.experts"
@@ -15,8 +15,8 @@ def test_experts_that_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are wanted one by one, as the trainer sends them."""
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
-    from hpcrl.engine.held import layers
     from hpcrl.engine.loading.text_part import named_as_in_files
+    from hpcrl.engine.params import layers
     from hpcrl.engine.weight_loading import UpdateChecklist
 
     method = object.__new__(UnquantizedFusedMoEMethod)

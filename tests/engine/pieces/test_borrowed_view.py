@@ -13,10 +13,10 @@ from hpcrl.engine.pieces.borrowed_view import BorrowedPart, BorrowedView
 from hpcrl.engine.pieces.part_tensor import PartTensor
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, whole
-from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.wire import DONE
+from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker, whole
+from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 from tests.support.layouts import Case
 from tests.weights.pieces.test_pieces import boxes_of, closed, members, rank_side, simple, worker_side
 

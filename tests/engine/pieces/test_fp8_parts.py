@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hpcrl.engine.pieces.part_tensor import PartTensor, part_tensor
-from hpcrl.model_files.safetensors_files import Entry
-from hpcrl.redistribution.layouts import whole
+from hpcrl.models.files.safetensors_files import Entry
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.pieces.planning import HeldTensor, layouts_of, sent_whole
+from hpcrl.weights.redistribution.layouts import whole
 
 pytestmark = pytest.mark.vllm
 BLOCK = (32, 32)
@@ -122,7 +122,7 @@ def bits(layer: Any) -> dict[str, torch.Tensor]:
 
 def test_loaders_read_only_the_part(layers: list[tuple[Kind, Any]]) -> None:
     """vLLM's loaders read no more than the part, and the result is the same."""
-    from hpcrl.engine.held.layers import coded_cuts
+    from hpcrl.engine.params.layers import coded_cuts
 
     for kind, layer in layers:
         tensors = checkpoint(kind)
@@ -152,7 +152,7 @@ def test_loaders_read_only_the_part(layers: list[tuple[Kind, Any]]) -> None:
 
 
 def test_what_blocks_do_not_cut_alike_comes_whole(layers: list[tuple[Kind, Any]]) -> None:
-    from hpcrl.engine.held.layers import coded_cuts
+    from hpcrl.engine.params.layers import coded_cuts
 
     kind, layer = layers[2]
     names = {name: entry(tensor) for name, (tensor, *_) in checkpoint(kind).items()}
@@ -234,7 +234,7 @@ def of_experts() -> Iterator[tuple[str, torch.Tensor, str, str, int]]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_expert_loader_reads_only_the_part(rank: int, spread: bool) -> None:
     """vLLM's loader of experts reads no more than the part."""
-    from hpcrl.engine.held.experts import coded_expert_cuts
+    from hpcrl.engine.params.experts import coded_expert_cuts
 
     layer = stacked(rank, spread)
     cuts = coded_expert_cuts(
@@ -264,7 +264,7 @@ def test_expert_loader_reads_only_the_part(rank: int, spread: bool) -> None:
 
 def test_unevenly_cut_experts_come_whole() -> None:
     """Experts whose blocks are not cut alike come whole."""
-    from hpcrl.engine.held.experts import coded_expert_cuts
+    from hpcrl.engine.params.experts import coded_expert_cuts
 
     names = {name: entry(tensor) for name, tensor, *_ in of_experts()}
     for change in (
@@ -301,7 +301,7 @@ def test_queries_keys_and_values_are_one_matrix() -> None:
     them."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-    from hpcrl.engine.held.layers import matrices_of
+    from hpcrl.engine.params.layers import matrices_of
 
     layer = object.__new__(MergedColumnParallelLinear)
     torch.nn.Module.__init__(layer)

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from hpcrl.commands.resume import rewind_run
+from hpcrl.cli.resume import rewind_run
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError
-from hpcrl.heartbeat import Silent
 from hpcrl.launch import batch_run
-from hpcrl.launch.attempts import attempt, held_hosts
+from hpcrl.launch.attempts import attempt, host_processes
 from hpcrl.launch.attempts.attempt import HostsSilent
-from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.host_processes import HeldHosts
 from hpcrl.launch.job import RunJob, held
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host
+from hpcrl.run.heartbeat import Silent
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
-from hpcrl.toolbox import deadline
+from hpcrl.utils import deadline
 from tests.launch.test_host import TimeLimitWatcher
 
 
@@ -166,7 +166,7 @@ def test_slow_save_at_time_limit_is_requeued(
 
 
 def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcrl.slurm.batch_process import SlurmAllocation
+    from hpcrl.launch.slurm.batch_process import SlurmAllocation
     from tests.support.rundirs import FakeSlurm
 
     fake = FakeSlurm(tmp_path / "bin")
@@ -277,7 +277,7 @@ def test_stopped_run_ends_its_job_as_stopped(
     import atexit
     import os
 
-    from hpcrl.slurm import batch_process
+    from hpcrl.launch.slurm import batch_process
 
     found = {"status": status, "message": "saved and stopped after 3 of 5 rollouts"}
     monkeypatch.setattr(batch_process, "run_in_job", lambda *_: found)
@@ -305,15 +305,15 @@ def test_a_second_signal_ends_hosts_at_once(here: bool, tmp_path: Path, monkeypa
     """Where all of the run is below the launcher, the host's own end is not waited for; a scheduler's step has its time."""
     rundir, polls, killed = RunDir.create(tmp_path / "run"), list[int](), list[float]()
     member = SimpleNamespace(status=None, memory=object() if here else None, end=lambda: None)
-    monkeypatch.setattr(held_hosts, "PARTING", 0.5)
+    monkeypatch.setattr(host_processes, "PARTING", 0.5)
 
     def end_descendants(grace: float) -> None:
         killed.append(grace)
         member.status = -9
 
-    monkeypatch.setattr(held_hosts, "end_descendants", end_descendants)
+    monkeypatch.setattr(host_processes, "end_descendants", end_descendants)
     HeldHosts(members=[member]).end(rundir, lambda: polls.append(1), lambda: len(polls) > 1)  # type: ignore[list-item]
-    assert (len(polls) == 2) == here and killed[0] == held_hosts.AT_ONCE
+    assert (len(polls) == 2) == here and killed[0] == host_processes.AT_ONCE
 
 
 def test_a_later_stage_without_a_lost_host(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.attempts.box_trials import kinds_to_try, refuse_untried
 from hpcrl.plan import Host, hosts_kept, make_plan
-from hpcrl.sandbox_nodes.trial import USUAL, BoxTrial, try_kinds
+from hpcrl.sandbox.nodes.trial import USUAL, BoxTrial, try_kinds
 from tests.support.able import needs
 
 HOSTS = [Host("a", 2), Host("b", 0), Host("c", 0)]

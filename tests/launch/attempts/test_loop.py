@@ -13,9 +13,9 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import UNEXPECTED, HpcrlError, PeerError, Stopped
 from hpcrl.launch.attempts import loop
-from hpcrl.launch.attempts.headway import FRUITLESS
-from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.host_processes import HeldHosts
 from hpcrl.launch.attempts.loop import StageAttempts, stay
+from hpcrl.launch.attempts.progress import FRUITLESS
 from hpcrl.launch.attempts.retries import HostFault
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.launch.attempts.old_attempts import begin_tidying, tidy
 from hpcrl.plan import Location, Plan
 from hpcrl.report.timeline.reading import read_stage

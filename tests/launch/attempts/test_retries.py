@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, UNEXPECTED
-from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.host_processes import HeldHosts
 from hpcrl.launch.attempts.retries import FailedAttempt, reason_to_end
 from hpcrl.launch.attempts.spare_hosts import mark_spares, replacement, without
 from hpcrl.plan import Host, make_plan
@@ -116,9 +116,9 @@ def test_hosts_that_all_wait_are_held(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, members: list[Any], hosts: str, waits: bool
 ) -> None:
     """Each of the plan, and each that has given a sign of life, has to say that it waits, and none may have ended."""
-    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.PAUSING", 0.3)
+    monkeypatch.setattr("hpcrl.launch.attempts.host_processes.PAUSING", 0.3)
     write_atomic(rundir.plan_file, b"")
-    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.read_plan", lambda _: PLAN)
+    monkeypatch.setattr("hpcrl.launch.attempts.host_processes.read_plan", lambda _: PLAN)
     (rundir.here / BEATS).mkdir()
     for name in ("a", "b", ".b"):
         (rundir.here / BEATS / name).touch()
@@ -144,7 +144,7 @@ def test_engines_stay_where_a_spare_host_takes_a_place(rundir: RunDir, monkeypat
             tell_paused(rundir, name, PausedHost(engines=engines, parts=parts, last=engines))
     hosts = [Host("t", 1), Host("a", 2), Host("b", 1), Host("c", 1), Host("d", 2), Host("e", 2, spare=True)]
     held = HeldHosts(hosts=hosts, members=[member(lost="Node failure on d", without="d")])
-    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.PAUSING", 30.0)
+    monkeypatch.setattr("hpcrl.launch.attempts.host_processes.PAUSING", 30.0)
     assert not held.pause(rundir, lambda: None) and held.absent == {"d"}
     held.hosts = without(hosts, ["d"])
     held.carry(make_plan(OPTIONS, held.hosts, "run", 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.report.page.charts import hue
 from hpcrl.report.page.comparison import MOST
 from tests.report.page.conftest import EVIL

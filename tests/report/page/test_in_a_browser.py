@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from tests.report.page.test_comparison import one_run
 from tests.support.able import needs
 

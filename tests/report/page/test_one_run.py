@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.report.page.one_run import spread, tokens_by_version
 from hpcrl.report.timeline.spans import GENERATE, READY, STEP, TRAIN, WAIT
 from tests.support.rundirs import log, make, put

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.report.timeline.reading import Span, Track, trace
 from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use

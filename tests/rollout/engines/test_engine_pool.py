@@ -21,7 +21,6 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Location, Plan
-from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import engine_client
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
@@ -34,8 +33,9 @@ from hpcrl.rollout.samplers.sampler import ResponseRequest, SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
-from hpcrl.token_frames import FrameReader, SampleAnswer, frame
-from hpcrl.toolbox.retry import Pauses
+from hpcrl.transport.auth import make_keys
+from hpcrl.transport.token_frames import FrameReader, SampleAnswer, frame
+from hpcrl.utils.retry import Pauses
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.engines.registry import Registry
+from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
-from hpcrl.launch.engines.standalone import borrow, prepare
+from hpcrl.launch.standalone_engine import borrow, prepare
 from hpcrl.plan import Location, Plan
-from hpcrl.queue.auth import borrowed_key, http_key, key_of_engine, make_keys
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.engines import external
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -27,6 +26,7 @@ from hpcrl.run.engine_files import end_of
 from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
+from hpcrl.transport.auth import borrowed_key, http_key, key_of_engine, make_keys
 
 HERE = Location("127.0.0.1", (0,))
 _REALMS = itertools.count(1)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.engines.registry import Registry
+from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import PeerError
 from hpcrl.plan import Location, Plan
-from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import membership as membership_module
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -24,6 +23,7 @@ from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.run.engine_files import read_views, record_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
+from hpcrl.transport.auth import make_keys
 from tests.support.fake_engine import CUT, FakeEngine, Script, keys_of
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))

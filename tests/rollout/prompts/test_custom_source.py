@@ -17,9 +17,9 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.prompt_files.early_look import look_at
 from hpcrl.rollout.inputs import RolloutInputs
 from hpcrl.rollout.prompts.custom_source import MOST_DROPPED, CustomSource
+from hpcrl.rollout.prompts.first_rows import look_at
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, read_training
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.prompts.tokenizer import Tokenizer

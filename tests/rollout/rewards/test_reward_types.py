@@ -19,7 +19,7 @@ from hpcrl.errors import UsageError
 from hpcrl.rollout.grading.grader import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
 from hpcrl.sample import Sample
-from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.utils.plugins import PluginFolder
 from tests.support.http_server import Server
 from tests.support.shares import plain_sample
 

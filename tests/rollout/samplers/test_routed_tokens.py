@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.models.routing import Routing
 from hpcrl.rollout.endpoint import session as sessions
-from hpcrl.rollout.endpoint.asked_turns import choices_of
+from hpcrl.rollout.endpoint.recorded_turns import choices_of
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import GradedBy

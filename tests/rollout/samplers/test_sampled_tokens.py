@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from hpcrl.rollout.endpoint.asked_turns import AskedTurn, History
+from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, History
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED, known_sample, received
 from hpcrl.rollout.worker_messages import ERROR, CustomResult

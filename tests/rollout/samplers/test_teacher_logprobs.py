@@ -22,7 +22,7 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, Teacher, TeacherLogprobsSampler
 from hpcrl.sample import ABORTED, COMPLETED, Sample
-from hpcrl.toolbox.retry import Pauses
+from hpcrl.utils.retry import Pauses
 from tests.support.shares import plain_sample
 from tests.support.tiny import make_tokenizer
 

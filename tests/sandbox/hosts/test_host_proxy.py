@@ -21,8 +21,8 @@ import pytest
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.hosts import proxy
-from hpcrl.sandbox.hosts.door import BOUNDS, PORT, open_door
-from hpcrl.toolbox.host_rules import HostRules
+from hpcrl.sandbox.hosts.listener import BOUNDS, PORT, open_door
+from hpcrl.utils.host_rules import HostRules
 from tests.support.able import require
 from tests.support.boxes import Loop, alive, family
 

@@ -177,7 +177,7 @@ def test_no_attempt_gets_anything(kind: str) -> None:
 
 REACHED = """
 import http.server, threading
-from hpcrl.toolbox.host_rules import HostRules
+from hpcrl.utils.host_rules import HostRules
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.slime.test_scripts import HONOURED, given
+from tests.config.slime.test_scripts import HONOURED, given
 from tests.support.published_models import MODELS
 from tests.support.small_recipes import EXAMPLES, FP8, IN_FP8, RECIPES
 

@@ -3,7 +3,7 @@ where it can see them, and else by `hpcrl rehearse`.
 
     make soak SOAK=planted_faults       # a quarter of an hour of an idle machine
 
-`make test-all` has three of them (tests/rehearsal/test_planted_faults.py).
+`make test-all` has three of them (tests/planning/rehearsal/test_planted_faults.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli import main
+from hpcrl.cli.main import main
 from tests.support.planted_faults import BY_PLAN, BY_REHEARSAL, only_in_rehearsal, words
 
 pytestmark = pytest.mark.soak

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import HpcrlError
-from hpcrl.model_files.torch_dist import TorchDist
+from hpcrl.models.files.torch_dist import TorchDist
 from tests.support.ledger_account import account
 from tests.support.runs import metrics, samples
 

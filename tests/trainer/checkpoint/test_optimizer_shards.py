@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.memory.host import checkpoint_bytes
-from hpcrl.memory.parameters import Count, Layout
-from hpcrl.memory.training import rank_on
-from hpcrl.model_files.config_json import read_config
-from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
+from hpcrl.models.files.torch_dist import TorchDist
+from hpcrl.planning.memory.host import checkpoint_bytes
+from hpcrl.planning.memory.parameters import Count, Layout
+from hpcrl.planning.memory.training import rank_on
 from tests.support import families
 from tests.support.ranks import on_fake_device, on_fake_gpu, run_ranks
 
@@ -89,7 +89,7 @@ def _built(opts: Options, ranks: Any = None) -> Any:
 
 
 def _filled(opts: Options, ranks: Any = None) -> Any:
-    from hpcrl.trainer.megatron import cpu_shim
+    from hpcrl.trainer.cpu import cpu_shim
 
     policy = _built(opts, ranks)
     cpu_shim.before_load(policy.optimizer)
@@ -180,7 +180,7 @@ def saved_and_loaded(opts: Options, directory: Path) -> dict[str, int]:
 
 def on_the_device(opts: Options, directory: Path, step: str) -> dict[str, int]:
     """On a rank of the fake device: what a save takes of the host, or building a model and loading it."""
-    from hpcrl.rehearsal import device as fake_device
+    from hpcrl.planning.rehearsal import device as fake_device
     from hpcrl.trainer.checkpoint.save_load import Position, latest, load_checkpoint, save
 
     with fake_device.FakeDevice(large=math.inf):
@@ -225,7 +225,7 @@ def test_the_host_holds_what_is_estimated(tmp_path: Path, where: str) -> None:
 def named_before_a_step(path: str, fields: dict[str, Any]) -> tuple[set[str], str]:
     """On a rank whose policy has taken no step: states of its first parameter in a checkpoint, or why there is none."""
     from hpcrl.errors import HpcrlError
-    from hpcrl.rehearsal import device as fake_device
+    from hpcrl.planning.rehearsal import device as fake_device
     from hpcrl.trainer.checkpoint.save_load import Position, everything
     from hpcrl.trainer.megatron import model
 

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpcrl.config.options import Options
-from hpcrl.convert.to_fp8 import convert
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.models.convert.to_fp8 import convert
 from hpcrl.trainer.step.share_exchange import ShareExchange
 from hpcrl.weights.fp8 import Scheme
 from tests.support.ranks import RankError, run_ranks
@@ -196,7 +196,8 @@ def test_parameters_count_their_own_steps(models: dict[str, Path], saved: dict[s
 def steps_after_loading(opts: Options, directory: Path) -> set[float]:
     from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint import save_load
-    from hpcrl.trainer.megatron import cpu_shim, model
+    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.megatron import model
 
     policy = model.build(opts, parallel_state.initialize(opts))
     save_load.load_checkpoint(policy, policy.ranks, save_load.latest(directory), "run")

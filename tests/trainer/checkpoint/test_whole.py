@@ -12,11 +12,11 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.torch_dist import _check_archive
+from hpcrl.models.files.torch_dist import _check_archive
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import judge_run
-from hpcrl.run.passed_over import read_passed_over, tell_passed_over
 from hpcrl.run.rundir import CHOSEN, TRACKER, RunDir
+from hpcrl.run.skipped_checkpoints import read_passed_over, tell_passed_over
 from tests.support.rundirs import NOW, begin, make
 
 STEPS = (20, 40, 60)

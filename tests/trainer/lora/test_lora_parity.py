@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpcrl.adapters.rules import adapted, lora_name
-from hpcrl.adapters.settings import lora_settings
-from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
+from hpcrl.trainer.lora.matrices import adapted, lora_name
+from hpcrl.trainer.lora.settings import lora_settings
 from tests.models import test_family_parity as parity_of_families
 from tests.support import families
 from tests.support.ranks import run_ranks

@@ -16,7 +16,7 @@ EXPERTS = 5
 
 def megatrons() -> Any:
     """The class as Megatron-core has it, from its own file once more."""
-    from hpcrl.trainer.megatron import cpu_shim
+    from hpcrl.trainer.cpu import cpu_shim
 
     cpu_shim.install()
     spec = importlib.util.find_spec("megatron.core.transformer.moe.token_dispatcher")

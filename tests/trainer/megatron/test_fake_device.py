@@ -1,4 +1,4 @@
-"""The device that knows shapes alone (hpcrl/rehearsal/device.py): it sees every wait, and holds every model."""
+"""The device that knows shapes alone (hpcrl/planning/rehearsal/device.py): it sees every wait, and holds every model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.rehearsal import device as fake_device
+from hpcrl.planning.rehearsal import device as fake_device
 from tests.support import families
 from tests.support.ranks import on_fake_device
 from tests.trainer.step.test_invariance import options
@@ -108,7 +108,7 @@ def test_it_holds_every_family(tmp_path: Path, layout: str) -> None:
 
 def given_back() -> list[int]:
     """Bytes on the device: of a tensor, without its memory, with it again."""
-    from hpcrl.rehearsal.live_bytes import DeviceBytes
+    from hpcrl.planning.rehearsal.live_bytes import DeviceBytes
 
     with fake_device.FakeDevice() as device, DeviceBytes(device) as live:
         kept = torch.empty(1000, device=fake_device.device())

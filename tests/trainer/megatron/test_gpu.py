@@ -36,10 +36,10 @@ def on_rank(
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor], list[float]]]:
     """Of each model the logits, the gradients under the files' names, and gradient norms without and with
     recomputing."""
-    from hpcrl.trainer.megatron import cpu_shim
+    from hpcrl.trainer.cpu import cpu_shim
 
     cpu_shim.install()
-    from hpcrl.convert.to_torch_dist import alone
+    from hpcrl.models.convert.to_torch_dist import alone
 
     store = alone()
     ranks = None

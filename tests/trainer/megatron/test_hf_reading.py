@@ -11,7 +11,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+from hpcrl.models.files.safetensors_files import SafetensorsDirectory
 from hpcrl.trainer.megatron.hf_reading import Parameter, divide, rounds
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
@@ -43,15 +43,15 @@ def side(options: Options, breaks: int | None, memory: bool = False) -> dict[str
         breaks: the rank that cannot read.
         memory: for want of memory, in the middle of a round.
     """
-    from hpcrl.model_files import safetensors_files
+    from hpcrl.models.files import safetensors_files
     from hpcrl.models.slicing import CUTS
-    from hpcrl.trainer.megatron import held_parameters, hf_reading, hf_weights, model
+    from hpcrl.trainer.megatron import hf_reading, hf_weights, model, parameter_shards
     from hpcrl.trainer.parallel_state import initialize
 
     directory = Path(str(options.hf_checkpoint))
     hf_reading.LIMIT = hf_weights.LIMIT = 100_000  # several rounds
     policy = model.build(options, initialize(options))
-    for _, parameter in held_parameters.own_parameters(policy).values():
+    for _, parameter in parameter_shards.own_parameters(policy).values():
         parameter.data.fill_(7)
     if policy.ranks.rank == breaks and memory:
         parts = hf_reading._parts
@@ -75,10 +75,10 @@ def side(options: Options, breaks: int | None, memory: bool = False) -> dict[str
     found = {"read": read, "kernel": counted() - before, "different": []}
     with contextlib.ExitStack() as stack:
         files = SafetensorsDirectory(directory, stack)
-        for name, (rule, parameter) in held_parameters.own_parameters(policy).items():
+        for name, (rule, parameter) in parameter_shards.own_parameters(policy).items():
             sources = [files.slice(one) for one in rule.hf]
             rank = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
-            shapes = held_parameters.shapes_of(policy, rule)
+            shapes = parameter_shards.shapes_of(policy, rule)
             mine = CUTS[rule.kind].part(sources, rank, tuple(parameter.shape), shapes).to(parameter.dtype)
             if not torch.equal(mine, parameter):
                 found["different"].append(name)

@@ -1,6 +1,6 @@
 """Megatron's router with Transformer Engine's fused choice of experts chooses as it does without.
 
-There is no build of Transformer Engine for CPUs: what is compared is its documented formula (hpcrl/rehearsal/stand_ins/te_router.py),
+There is no build of Transformer Engine for CPUs: what is compared is its documented formula (hpcrl/planning/fake_libraries/te_router.py),
 called through Megatron's own code in place of the kernel.  It says that both compute the same, not that the kernel
 computes it.  The correction bias of experts is another matter: hpcrl does not fuse the router of a model that has one.
 """
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.rehearsal.stand_ins import te_router as fused_router
+from hpcrl.planning.fake_libraries import te_router as fused_router
 from tests.support import families
 from tests.support.ranks import run_ranks
 

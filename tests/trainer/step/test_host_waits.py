@@ -1,7 +1,7 @@
 """While a rollout is trained on, the host waits for the device only where tests/support/allowed_waits.py says so.
 
 Every family and kind of loss, layouts, pipeline stages with and without the loss, on a device that knows shapes alone
-(hpcrl/rehearsal/device.py).
+(hpcrl/planning/rehearsal/device.py).
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.queue.share_format import Share
 from hpcrl.rollout.batch_assembly import shares_of
 from hpcrl.sample import COMPLETED, Sample, SampleBatch
 from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.transport.share_format import Share
 from tests.support.families import make
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.queue.share_format import Share
 from hpcrl.sample import ROW, SampleBatch
 from hpcrl.trainer.step.sums import _over_own
+from hpcrl.transport.share_format import Share
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 2**31), st.booleans(), st.booleans())

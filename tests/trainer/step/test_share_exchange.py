@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.queue.share_format import decode, encode
+from hpcrl.transport.share_format import decode, encode
 from tests.support.ranks import run_ranks
 from tests.support.shares import same, share
 

@@ -19,12 +19,12 @@ from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.algorithms.loss import DIFFERENCE, compute_loss
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.share_format import Share
 from hpcrl.sample import COMPLETED, PENDING, STATUSES, SampleBatch
 from hpcrl.trainer.step import train_batch
 from hpcrl.trainer.step.prepare import OtherWeights, _responses
 from hpcrl.trainer.step.sums import Totals
 from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
+from hpcrl.transport.share_format import Share
 from tests.algorithms.batches import random_samples, token_batch
 from tests.support.shares import plain_sample
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.redistribution.loads import padded
 from hpcrl.weights.pieces.elements import BLOCK, WHOLE, read, size, write
+from hpcrl.weights.redistribution.loads import padded
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.pieces.choose_transport import choose_transport
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire
 from hpcrl.weights.pieces.peer_transport import LEFT

@@ -18,12 +18,12 @@ from hpcrl.config.options import Options
 from hpcrl.engine.pieces.part_tensor import PartTensor
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
-from hpcrl.redistribution.layouts import Worker
-from hpcrl.redistribution.plan import redistribute
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.device_transport import DeviceTransport
 from hpcrl.weights.pieces.wire import DATA
+from hpcrl.weights.redistribution.layouts import Worker
+from hpcrl.weights.redistribution.plan import redistribute
 from hpcrl.weights.route import backend
 from tests.support.layouts import random_case
 from tests.weights.pieces.test_pieces import boxes_of, closed, members, rank_side, simple, worker_side  # noqa: F401

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hpcrl.errors import HpcrlError
-from hpcrl.redistribution.layouts import Layouts, Worker, whole
-from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.pieces.gathered import StreamedValues
 from hpcrl.weights.pieces.messages import pieces_of, to_bytes
 from hpcrl.weights.pieces.piece_sender import PieceSender
 from hpcrl.weights.pieces.piece_update import obstacle, send_targets
+from hpcrl.weights.redistribution.layouts import Layouts, Worker, whole
+from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 from tests.support.layouts import Case, random_case
 from tests.weights.pieces.test_pieces import boxes_of, closed, members, with_cost, worker_side  # noqa: F401
 

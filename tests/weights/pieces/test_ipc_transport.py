@@ -19,9 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.engine.pieces.part_tensor import PartTensor
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
-from hpcrl.queue.torch_store import open_store
-from hpcrl.redistribution.layouts import Worker
-from hpcrl.redistribution.plan import redistribute
+from hpcrl.transport.torch_store import open_store
 from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut, digest
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory, Runtime, tensor_at
@@ -29,6 +27,8 @@ from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport, rea
 from hpcrl.weights.pieces.peer_transport import Transfer
 from hpcrl.weights.pieces.piece_update import _check_hosts
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
+from hpcrl.weights.redistribution.layouts import Worker
+from hpcrl.weights.redistribution.plan import redistribute
 from hpcrl.weights.route import backend
 from tests.support.able import needs
 from tests.support.layouts import Case, random_case

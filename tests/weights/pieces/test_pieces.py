@@ -18,16 +18,13 @@ import torch
 from torch.distributed import TCPStore
 
 from hpcrl.config.options import Options
+from hpcrl.engine.membership.broadcast import EngineLost
 from hpcrl.engine.pieces.assembly import Assembly
 from hpcrl.engine.pieces.part_tensor import PartMissing, PartTensor, part_tensor
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
-from hpcrl.engines.fleet import EngineLost
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.queue.torch_store import open_store
-from hpcrl.redistribution.layouts import Layouts, Worker, whole
-from hpcrl.redistribution.loads import padded
-from hpcrl.redistribution.plan import Redistribution, redistribute
+from hpcrl.transport.torch_store import open_store
 from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.fp8 import Scheme
@@ -46,6 +43,9 @@ from hpcrl.weights.pieces.wire import (
     read_join_command,
     write_join_command,
 )
+from hpcrl.weights.redistribution.layouts import Layouts, Worker, whole
+from hpcrl.weights.redistribution.loads import padded
+from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 from tests.support.families import EXPERTS, SIZES
 from tests.support.layouts import Case, random_case
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.convert.to_fp8 import convert
-from hpcrl.engines.fleet import EngineBroadcast, EngineLost
-from hpcrl.engines.http import Address
-from hpcrl.engines.registry import Engine
+from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLost
+from hpcrl.engine.membership.http import Address
+from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import HpcrlError
+from hpcrl.models.convert.to_fp8 import convert
 from hpcrl.plan import Plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.collectives import make_patient

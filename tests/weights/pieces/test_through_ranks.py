@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hpcrl.engine.pieces.part_tensor import PartTensor
-from hpcrl.redistribution.layouts import Worker
-from hpcrl.redistribution.plan import Redistribution, carriers, find_destinations, redistribute
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.pieces.ipc_transport import IpcTransport
+from hpcrl.weights.redistribution.layouts import Worker
+from hpcrl.weights.redistribution.plan import Redistribution, carriers, find_destinations, redistribute
 from tests.support.layouts import Case, random_case
 from tests.weights.pieces.test_device_transport import GlooWire
 from tests.weights.pieces.test_pieces import boxes_of, closed, members, rank_side, worker_side  # noqa: F401

@@ -1,0 +1,337 @@
+"""`hpcrl doctor`: is everything there that a run needs, before it burns an hour.
+
+On the login node: Slurm, run directory, packages, model.  With --nodes a short job of the same shape as the run
+looks at the nodes as well (hpcrl/doctor/all_nodes.py).
+
+Invariant: one line for each thing looked at, with its hint; the exit status is 1 if any of them fails; nothing stays
+behind but what the user asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.cli.awaited_job import AwaitedJob, asker
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
+from hpcrl.config.value_types import Kind
+from hpcrl.doctor import directories, packages
+from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
+from hpcrl.doctor.box_kinds import check_kinds
+from hpcrl.errors import HpcrlError, UsageError, parts_of
+from hpcrl.launch.allocation_request import AllocationRequest, Component, make_request, nodes_are_alike
+from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import FLAGS, find_profile, from_flags
+from hpcrl.launch.slurm.job_script import BatchScript, batch_python, task_python
+from hpcrl.launch.slurm.jobs import cancel
+from hpcrl.launch.slurm.partitions import judge_request, responds
+from hpcrl.launch.slurm.squeue import ECHOES
+from hpcrl.launch.slurm.submission import sight_of
+from hpcrl.launch.slurm.submit import SECONDS, render, send_script, test_only
+from hpcrl.report.file_tail import end_of_text
+from hpcrl.rollout.prompts import first_rows
+from hpcrl.run.queued_job import JobKey
+from hpcrl.run.rundir import write_atomic
+from hpcrl.sandbox.run import refusal
+from hpcrl.utils.check_results import Finding, failed, last_line
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.shipped_files import shipped
+from hpcrl.utils.untrusted_files import Damaged, read_json
+
+HELP = """\
+usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
+
+Looks at this login node and at what the recipe needs: Slurm and the site's partitions, the run
+directory, packages, the model. One line each; the exit status is 1 if anything fails. A Slurm that does not answer
+fails where something asks for it: --site or $HPCRL_SITE, --time, --layout, --set, --nodes; else it is a warning.
+
+  --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
+  --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
+  --nodes          also submit a short job of the run's shape, which looks at the nodes: the run directory seen from
+                   each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer's
+                   GPUs, in a homogeneous job over all
+  --wait SECONDS   how long that job may take, from submission to its end (default: 900)
+  --help           this text
+
+Options of hpcrl run are taken as well. Without a recipe, only the site and this node are looked at."""
+OWN = {
+    **FLAGS,
+    "nodes": Kind("bool"),
+    "wait": Kind("float"),
+}
+WAIT = 900.0  #: seconds
+POLL = 1.0  #: seconds between two looks at its result
+LIMIT = "15:00"  #: the short job's time limit
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is looked at.
+
+    Attributes:
+        stages: resolved options of each stage, none without a recipe.
+        directory: of the run to be.
+        asked: whether the user has named a site or wants a job; if not, this may be a machine without a cluster.
+    """
+
+    site: SiteProfile
+    stages: tuple[Options, ...]
+    directory: Path
+    recipe: Recipe | None = None
+    asked: bool = True
+
+    def sight(self) -> HostView:
+        """What this machine can see of the run's: what `hpcrl submit` takes it to see."""
+        return sight_of(self.site, self.recipe, str(self.directory)) if self.recipe else NOTHING
+
+    def request(self) -> AllocationRequest:
+        """The allocation of the run; without a recipe one node of each component that the site describes, or two that
+        are alike."""
+        if self.stages:
+            return make_request(self.stages, self.site)
+        if self.site.layout != "heterogeneous" and nodes_are_alike(self.site):
+            all_nodes = self.site.trainer
+            both = Component("trainer", 2, all_nodes.gpus_per_node or 0, all_nodes.cpus_per_node)
+            return AllocationRequest("homogeneous", (both,), margin=60)
+        named = [name for name in ("trainer", "engine", "rollout", "sandbox") if self.site.describes(name)]
+        parts = [(name, getattr(self.site, name)) for name in named or ["trainer"]]
+        return AllocationRequest(
+            self.site.layout or "heterogeneous",
+            tuple(Component(n, 1, c.gpus_per_node or 0, c.cpus_per_node) for n, c in parts),
+            margin=60,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """`hpcrl doctor ...`; returns the exit status."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP)
+        return 0
+    overrides, given, words = parse_flags(argv, OWN)
+    if len(words) > 1:
+        raise UsageError(f"more than one recipe: {' '.join(words)}", "see hpcrl doctor --help")
+    site = from_flags(given)
+    recipe = load_recipe(words[0]) if words else None
+    asked = bool(given.keys() & {*FLAGS, "nodes"} or os.environ.get("HPCRL_SITE"))
+    case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides), recipe, asked)
+    findings = []
+    for finding in login(case, find_profile(given.get("site") or os.environ.get("HPCRL_SITE") or "default")):
+        findings.append(finding)
+        show([finding])
+    if given.get("nodes") and failed(findings):
+        print("hpcrl: the nodes were not looked at: fix the above first", file=sys.stderr)
+    elif given.get("nodes"):
+        found = nodes(case, given.get("wait", WAIT))
+        findings += found
+        show(found)
+    count = {level: sum(finding.level == level for finding in findings) for level in ("ok", "warn", "fail")}
+    print(f"{count['ok']} ok, {count['warn']} to look at, {count['fail']} failed")
+    return 1 if failed(findings) else 0
+
+
+def _stages(recipe: Recipe | None, overrides: dict[str, Any]) -> tuple[tuple[Options, ...], Path]:
+    """(options of each stage, run directory): placeholders of the run stay, since it is not there yet."""
+    name = recipe.name if recipe else "hpcrl"
+    values = {**(recipe.values if recipe else {}), **overrides}
+    given = values.get("run_dir") or Options.model_fields["run_dir"].default
+    directory = Path(given.format(name=name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))).absolute()
+    if recipe is None:
+        return (), directory
+    places = {"run": str(directory), "prepared": str(directory / "prepared")}
+    return resolve_stages(recipe, overrides, places), directory
+
+
+# ---- the login node
+
+
+def login(case: Case, profile: Path | None) -> Iterator[Finding]:
+    """Everything that can be known here."""
+    site = case.site
+    yield Finding("ok", "", f"site {site.name}: {profile or 'built in'}")
+    # with another interpreter or image on the nodes, packages here are those of the command alone
+    yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
+    yield _sandbox()
+    yield check_kinds({options.sandbox_kind for options in case.stages if options.sandbox_kind})
+    try:
+        request = case.request()
+    except UsageError as error:
+        yield Finding("fail", "", error.what, error.hint)
+        request = None
+    if request is not None:
+        yield from _slurm(case, request)
+    models = sorted({options.hf_checkpoint for options in case.stages if options.hf_checkpoint})
+    several = request is None or sum(component.nodes for component in request.components) > 1
+    found = [path for path in models if not Path(path).is_relative_to(case.directory)]
+    yield from directories.check_storage(
+        case.directory, several, max((directories.total(Path(path)) for path in found), default=0)
+    )
+    yield from _settings(case, request)
+    for path in (path for path in found if Path(path).exists() or not case.sight().files):
+        yield from directories.check_model_directory(path)
+    yield from first_rows.findings(case.stages)
+    yield from _begins_with(case)
+    yield from _image(site)
+
+
+def _sandbox() -> Finding:
+    """Whether scripts and graders can be confined here."""
+    if why := refusal():
+        hint = "hpcrl import runs no script here; on nodes like this one built-in rewards are graded unconfined"
+        return Finding("warn", "", f"the sandbox of scripts and graders: {why}", hint)
+    return Finding("ok", "", "scripts that are imported, and built-in rewards, can be confined here")
+
+
+def _settings(case: Case, request: AllocationRequest | None) -> Iterator[Finding]:
+    """What `hpcrl submit` would refuse of the options."""
+    if request is None:
+        return
+    try:
+        refuse_settings(case.stages, lambda _: request.hosts(), same_packages(case.site))
+    except UsageError as error:
+        yield from (Finding("fail", "", part.what, part.hint) for part in parts_of(error))
+
+
+def _begins_with(case: Case) -> Iterator[Finding]:
+    """What the run begins with and `hpcrl submit` would miss here."""
+    yield from (Finding("fail", "", error.what, error.hint) for error in absent(case.stages, case.sight()))
+    if case.recipe is not None:
+        paths = dict.fromkeys(path for options in case.stages for _, path in begins_with(options))
+        for path in (path for path in paths if made_by_run(case.recipe, str(case.directory), path)):
+            yield Finding("ok", "", f"{path} is made by the run itself")
+
+
+def _slurm(case: Case, request: AllocationRequest) -> Iterator[Finding]:
+    """Whether Slurm answers, can hold the run, and would take its request: limits of accounts, features, GPU
+    types."""
+    found = list(responds())
+    if failed(found) and not case.asked:
+        means = "no Slurm answers here: hpcrl run trains without, on this machine; hpcrl submit would fail"
+        yield from (Finding("warn", "", each.what, f"{means} ({each.hint})") for each in found)
+        return
+    if not failed(found):
+        found += judge_request(case.site, request)
+    yield from found
+    if failed(found):
+        return
+    verdict = test_only(_text(case.site, request, "true", case.directory), SECONDS)
+    if verdict.never:
+        what = f"Slurm refuses a job like this run's: {verdict.said}"
+        yield Finding("fail", "", what, verdict.hint)
+    elif not verdict.accepted:
+        hint = "a job that can start once other nodes are up is taken, and waits; else " + verdict.hint
+        yield Finding("warn", "", f"sbatch --test-only of a job like this run's: {verdict.said}", hint)
+    else:
+        yield Finding("ok", "", "Slurm takes a job like this run's (sbatch --test-only)")
+
+
+def _image(site: SiteProfile) -> Iterator[Finding]:
+    image = site.container.image
+    if image and image.startswith("/") and not Path(image).exists():
+        yield Finding("fail", "", f"container.image {image} is not there", "build or copy it, or name another")
+    for mount in site.container.mounts:
+        if not Path(source := mount.partition(":")[0]).exists():
+            yield Finding("warn", "", f"container.mounts: {source} is not on this node", "it must be on the nodes")
+
+
+# ---- the nodes
+
+
+def nodes(case: Case, seconds: float) -> list[Finding]:
+    """Submit the short job, wait for it at most `seconds`, and return what it found; its directory is removed."""
+    directory = case.directory.parent / f".hpcrl-doctor-{time.strftime('%H%M%S')}-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, mode=0o700)
+        write_atomic(directory / "job.sh", job(case, directory).encode())
+        return _submitted(directory, seconds)
+    except HpcrlError as error:
+        return [Finding("fail", "", error.what, error.hint)]
+    except OSError as error:
+        return [Finding("fail", "", f"cannot write {directory}: {error.strerror}", "choose another --run-dir")]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def job(case: Case, directory: Path) -> str:
+    """The short job's script, of the run's own shape; puts what it needs into `directory`."""
+    request = msgspec.structs.replace(case.request(), margin=60)
+    interface = next((options.interface for options in case.stages if options.interface), case.site.interface)
+    steps = [
+        NodeStep(
+            part.name, part.nodes, part.slots, gpus=0 if getattr(case.site, part.name).gpus_per_node == 0 else None
+        )
+        for part in request.components
+    ]
+    todo = NodesJob(
+        steps,
+        interface,
+        imports=any(options.rollout_num_gpus for options in case.stages),
+        echoes=ECHOES,
+        seconds=max((options.launch_timeout for options in case.stages), default=NodesJob.__struct_defaults__[-1]),
+    )
+    write_atomic(directory / "job.json", msgspec.json.encode(todo))
+    if case.site.container.kind != "none":  # a container sees this directory, but perhaps not where hpcrl is installed
+        shutil.copytree(shipped("launch"), directory / "launch")
+    command = f"{shlex.quote(batch_python(case.site))} -m hpcrl.doctor.all_nodes {shlex.quote(str(directory))}"
+    return _text(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, command, directory)
+
+
+def _text(site: SiteProfile, request: AllocationRequest, command: str, directory: Path) -> str:
+    script = BatchScript(
+        name="doctor",
+        title="hpcrl doctor: looks at the nodes that a run would get",
+        summary="one step on every component",
+        command=command,
+        output=str(directory / "job.log"),
+        # outside of the directory: a node that does not see it shall say so itself
+        launch=str(shipped("launch") if site.container.kind == "none" else directory / "launch"),
+        mounts=(str(directory),),
+        python=task_python(site),
+    )
+    return render(script, request, site)
+
+
+def _submitted(directory: Path, seconds: float) -> list[Finding]:
+    submitted = time.time()
+    job = JobKey(send_script(directory / "job.sh"), "", submitted, history=False)
+    print(f"hpcrl: job {job.job_id} looks at the nodes", file=sys.stderr)
+    try:
+        return _outcome(job, directory, Deadline(seconds))
+    finally:
+        if not (directory / "findings.json").exists():
+            with contextlib.suppress(HpcrlError):
+                cancel(job.job_id)
+
+
+def _outcome(job: JobKey, directory: Path, deadline: Deadline) -> list[Finding]:
+    """The findings of the job once it has them; a finding of our own if it ends without, or is too late."""
+    awaited = AwaitedJob(asker(job))
+    while True:
+        with contextlib.suppress(OSError, Damaged):
+            return read_json(directory / "findings.json", list[Finding])
+        if awaited.over:
+            log = directory / "job.log"
+            if not log.exists():
+                hint = "choose a --run-dir on a file system that all nodes share"
+                return [
+                    Finding("fail", "", f"job {job.job_id} ended, and nothing of it is in {directory.parent}", hint)
+                ]
+            said = last_line(end_of_text(log))
+            hint = "see setup, modules and python of the site"
+            return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
+        if deadline.over:
+            hint = "give it longer with --wait, or fix what it waits for"
+            return [Finding("fail", "", f"job {job.job_id} did not end in time: {awaited.state()}", hint)]
+        time.sleep(POLL)

@@ -1,0 +1,110 @@
+"""`hpcrl engines`: the engines of a run, which there are and how they are; and engines that no run has started (serve).
+
+Invariant: a run is only read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.cli.find_run import find_run
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.standalone_engine import PROGRAM, prepare
+from hpcrl.report.status_text import engine_table, shorten_path, strip_control
+from hpcrl.run.engine_files import read_views
+from hpcrl.utils.arguments import RUN, Parser
+
+
+def engines(argv: list[str]) -> int:
+    """`hpcrl engines RUN`, `hpcrl engines serve RECIPE`."""
+    verbs = {"serve": serve}
+    if argv and argv[0] in verbs:
+        return verbs[argv[0]](argv[1:])
+    parser = Parser(
+        "engines",
+        "The engines of a run and their states. hpcrl engines serve RECIPE: start one outside of a run.",
+        verbs,
+    )
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    args = parser.parse_args(argv)
+    run = find_run(args.run)
+    stage = run.stage
+    views = read_views(stage.here) if stage is not None and stage.attempt is not None else None
+    if views is None:
+        name = shorten_path(str(run.root))
+        raise HpcrlError(
+            f"{name} has not reported any engines", "it has none, or has not started them yet: see hpcrl status"
+        )
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(views), indent=1).decode())
+        return 0
+    print(strip_lines(engine_table(views, time.time())))
+    return 0
+
+
+def strip_lines(text: str) -> str:
+    """Text without control characters, line by line."""
+    return "\n".join(strip_control(line) for line in text.splitlines())
+
+
+# ---- hpcrl engines serve
+
+SERVE_USAGE = f"""\
+usage: hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR [--option value ...]
+
+  An engine that answers at HOST:PORT until it is ended, for one run after another. Its model, sizes and settings are
+  those that the recipe's engines have; give it the GPUs with CUDA_VISIBLE_DEVICES.
+
+  --listen HOST:PORT   where it answers: an address of this machine on the network of the runs that will ask it
+  --keys DIR           where its keys are, or are made; a run that uses it has to read them, and no one else may
+  --stage NAME         whose settings, in a recipe of stages (default: the last that needs engines)
+
+A run asks it with {ADDRS} HOST:PORT {KEYS} DIR."""
+SERVE_FLAGS = {"listen": Kind("str"), "keys": Kind("str"), "stage": Kind("str"), "help": Kind("bool")}
+#: what a recipe may say of its run, which is none here
+_NOWHERE = {"run": "{run}", "prepared": "{run}/prepared"}
+
+
+def _choose(stages: dict[str, Options], name: str | None) -> Options:
+    with_engines = {stage: options for stage, options in stages.items() if options.needs_engines}
+    if name is None and with_engines:
+        found = list(with_engines.values())[-1]
+    elif name in with_engines:
+        found = with_engines[name]
+    else:
+        raise UsageError(
+            f"no stage{f' {name}' if name else ''} of the recipe has engines", f"it has {', '.join(stages) or 'none'}"
+        )
+    if "{run}" in (found.hf_checkpoint or ""):
+        raise UsageError(f"the model of the recipe is made by its run: {found.hf_checkpoint}", "give --hf-checkpoint")
+    if found.colocate:
+        raise UsageError("--colocate: engines that take turns with a trainer are started by its run", "leave it out")
+    return found
+
+
+def serve(argv: list[str]) -> int:
+    """The command; becomes the engine's own process."""
+    overrides, own, words = parse_flags(argv, SERVE_FLAGS)
+    if "help" in own:
+        print(SERVE_USAGE)
+        return 0
+    if len(words) != 1 or not {"listen", "keys"} <= own.keys():
+        raise UsageError(
+            "a recipe, --listen and --keys are needed", "hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR"
+        )
+    split_address(own["listen"], "--listen")
+    recipe = load_recipe(words[0])
+    stages = dict(zip([s.name for s in recipe.stages], resolve_stages(recipe, overrides, _NOWHERE), strict=True))
+    rundir = prepare(_choose(stages, own.get("stage")), own["listen"], Path(own["keys"]).expanduser().resolve())
+    return os.execv(sys.executable, [sys.executable, "-m", PROGRAM, str(rundir.root), "--attempt", "0"])

@@ -1,0 +1,80 @@
+"""`hpcrl launch`: a run over the machines of a hostfile, with mpirun.
+
+Invariant: under mpirun the command is one of its ranks (hpcrl/launch/mpi/rank_main.py); otherwise it calls mpirun and
+waits for its end (hpcrl/launch/mpi/mpirun.py).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrl.cli.recipe_argument import choose_recipe
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.recipe import Recipe, load_recipe
+from hpcrl.config.slime.verbatim import recipe_of, split_arguments
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import UsageError
+from hpcrl.launch.mpi.hostfile import read_hostfile
+from hpcrl.launch.mpi.mpirun import call_mpirun, under_mpi
+
+USAGE = """\
+usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch [RECIPE.toml] --hostfile FILE [--option value ...]
+       hpcrl launch [RECIPE.toml] --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
+       hpcrl launch --resume RUN --hostfile FILE [--live-code] [...]
+       hpcrl launch --hostfile FILE [...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
+
+  --hostfile FILE    the machines and their slots, in any dialect; the order of roles and ranks comes from it
+  --mpirun COMMAND   mpirun and what it needs besides, such as "mpirun --mca btl_tcp_if_include eth0"; default: mpirun
+  --agent COMMAND    how mpirun reaches a host, such as "ssh -p 2222"; default: ssh
+  --dry-run          print the plan, the groups and the command; start nothing
+  --print            print the command alone
+
+The second form looks first whether every host answers, then calls mpirun, one process a host (with --rank-launcher
+ranks: one a slot). Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there."""
+
+OWN = {
+    "hostfile": Kind("str"),
+    "mpirun": Kind("str"),
+    "agent": Kind("str"),
+    "resume": Kind("str"),
+    "dry-run": Kind("bool"),
+    "print": Kind("bool"),
+    "help": Kind("bool"),
+}
+
+
+def launch(argv: list[str]) -> int:
+    """The command, as a rank or as the one that calls mpirun."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    before, arguments = split_arguments(argv)
+    overrides, own, words = parse_flags(before, OWN)
+    resume = Path(own["resume"]) if "resume" in own else None
+    recipe = _recipe(words, arguments, overrides, resume)
+    if under_mpi(os.environ) and not (own.get("dry-run") or own.get("print")):
+        from hpcrl.launch.mpi.rank_main import run_ranks
+
+        hosts = list(read_hostfile(own["hostfile"]).hosts) if "hostfile" in own else None
+        return run_ranks(recipe, overrides, resume, hosts)
+    if recipe is not None and not words and arguments is None:  # every rank is told which
+        argv = [recipe.path.name, *argv]
+    return call_mpirun(argv, recipe, overrides, resume, own)
+
+
+def _recipe(
+    words: list[str], arguments: list[str] | None, overrides: dict[str, Any], resume: Path | None
+) -> Recipe | None:
+    if resume:
+        if words or overrides.keys() - {"live_code"} or arguments is not None:
+            raise UsageError(
+                "--resume keeps the options that the run began with, but for --live-code",
+                "leave recipe and options out",
+            )
+        return None
+    word = choose_recipe(words, arguments, "hpcrl launch", quiet=under_mpi(os.environ))
+    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
+    return replace(recipe, name=overrides.get("name", recipe.name))

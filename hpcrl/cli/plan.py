@@ -1,0 +1,171 @@
+"""`hpcrl plan`, and what `--dry-run` prints on this machine: who would run where, and which ranks form which group.
+
+Invariant: nothing is written and nothing is started.  What the run would refuse is refused here, by the same checks;
+but a plan may be made where the files of the run are not, so what `plan` does not find is a note.
+A trainer that does not fit its GPUs is an error, after the whole plan, with what makes it fit.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hpcrl.cli.recipe_argument import choose_recipe
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, changed, load_recipe, resolve_stages
+from hpcrl.config.setting_names import spell
+from hpcrl.config.slime.verbatim import recipe_and_refusals, split_arguments
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import DataError, UsageError, failures, raise_together
+from hpcrl.groups import describe
+from hpcrl.launch.model_directory import with_shipped_config
+from hpcrl.launch.preflight import (
+    HostView,
+    made_by_run,
+    model_notes,
+    note_absent,
+    refuse_settings,
+    refuse_what_cannot_run,
+)
+from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
+from hpcrl.plan import Host, Plan, hosts_kept, local_hosts, make_plan
+from hpcrl.planning.gpu_specs import DEFAULT, named
+from hpcrl.planning.memory.report import memory_lines, refuse_misfit
+from hpcrl.planning.memory.weight_update import LINK, predict, update_lines
+from hpcrl.rollout.prompts.first_rows import look_at
+from hpcrl.run.gpu_environment import for_this_machine
+
+USAGE = """\
+usage: hpcrl plan [RECIPE.toml] [--hostfile FILE] [--option value ...]
+       hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
+
+  --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
+  --gpu NAME         the GPUs, for their memory (docs/memory.md lists them); default: h100-sxm
+  --gpu-memory GIB   what a GPU has; default: that of --gpu
+  --host-memory GIB  what a host has for the run: more is refused; default: a warning above 2000
+  --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
+
+Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run; without a recipe
+it is recipe.toml of this directory, as there. Of arguments that cannot all be honoured, the plan of the others is
+shown, then what is wrong."""
+
+OWN = {
+    "hostfile": Kind("str"),
+    "gpu": Kind("str"),
+    "gpu-memory": Kind("float", bounds="> 0"),
+    "host-memory": Kind("float", bounds="> 0"),
+    "link-rate": Kind("float", bounds="> 0"),
+    "help": Kind("bool"),
+}
+
+
+def plan(argv: list[str]) -> int:
+    """The command."""
+    before, arguments = split_arguments(argv)
+    if "--help" in before or "-h" in before:
+        print(USAGE)
+        return 0
+    overrides, own, words = parse_flags(before, OWN)
+    word = choose_recipe(words, arguments, "hpcrl plan")
+    hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
+    memory = own.get("gpu-memory", named(own.get("gpu", DEFAULT)).memory)
+    card = GpuCard(memory, own.get("link-rate", LINK), own.get("host-memory"))
+    if arguments is None:
+        show(load_recipe(word), overrides, hosts, card)
+        return 0
+    recipe, refused = recipe_and_refusals(arguments, overrides)
+    try:
+        show(recipe, overrides, hosts, card)
+    except UsageError:
+        if not refused:  # else they tell, among what is wrong, the rules that the rest breaks
+            raise
+    raise_together(refused)
+    return 0
+
+
+def _hosts(file: str) -> list[Host]:
+    from hpcrl.launch.mpi.hostfile import read_hostfile
+
+    found = read_hostfile(file)
+    for note in found.notes:
+        print(f"hpcrl: note: {note}", file=sys.stderr)
+    return list(found.hosts)
+
+
+@dataclass(frozen=True)
+class GpuCard:
+    """What the estimates take for given.
+
+    Attributes:
+        memory: GiB of a GPU.
+        link: the rate of its network link in Gb/s.
+        host: GiB of a host, if that is known.
+    """
+
+    memory: float
+    link: float
+    host: float | None
+
+
+def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: GpuCard) -> None:
+    """Print the plan of every stage, the memory that it takes on such cards, and what a weight update moves."""
+    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    refuse_settings(options, lambda o: hosts or local_hosts(o), packages=False)
+    look_at(options)
+    note_absent(recipe, options)
+    options = [with_shipped_config(resolved) for resolved in options]
+    for line in model_notes(options):
+        print(f"hpcrl: note: {line}", file=sys.stderr)
+    for stage, resolved in zip(recipe.stages, options, strict=True):
+        made = make_plan(resolved, hosts or local_hosts(resolved), "plan", kept=hosts_kept(options))
+        title = f"# stage {stage.name}\n" if stage.name else ""
+        print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
+        print("\n".join(_estimates(resolved, made, card)) + "\n")
+    raise_together([wrong for resolved in options for wrong in failures([partial(_refuse, card)], resolved)])
+
+
+def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
+    """Memory and weight updates, or why there is no estimate."""
+    try:
+        config = read_config(options.hf_checkpoint or "")
+        family = find_family(config, options.hf_checkpoint or "")
+        lines = list(memory_lines(options, family, config, card.memory, card.host))
+        if made.engines and not options.debug_rollout_only:
+            lines += ["", *update_lines(predict(options, family, config, made, card.link))]
+        return lines
+    except DataError as error:
+        return [f"memory: not estimated: {error.what}"]
+
+
+def _refuse(card: GpuCard, options: Options) -> None:
+    """Raise UsageError for a trainer that cannot fit such cards, or their hosts."""
+    try:
+        config = read_config(options.hf_checkpoint or "")
+        family = find_family(config, options.hf_checkpoint or "")
+    except DataError:
+        return  # said instead of an estimate
+    if not options.debug_rollout_only and options.bf16:  # in fp32 it is on CPUs
+        refuse_misfit(options, family, config, card.memory, card.host)
+
+
+def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:
+    """What `--dry-run` prints: for each stage the plan, and the options that differ from their defaults.
+
+    Then UsageError or DataError for what the run would refuse.
+    """
+    parts, overrides = [], for_this_machine(recipe, overrides)
+    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    for stage, resolved in zip(recipe.stages, options, strict=True):
+        plan = make_plan(resolved, local_hosts(resolved), "dry-run")
+        rows = "\n".join(f"{name} = {spell(value)}" for name, value in changed(resolved))
+        title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
+        parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
+    print("\n\n".join(parts))
+    for line in model_notes(options):
+        print(f"hpcrl: note: {line}", file=sys.stderr)
+    sight = HostView(lambda path: made_by_run(recipe, "{run}", path))
+    refuse_what_cannot_run(options, local_hosts, sight, packages=True)

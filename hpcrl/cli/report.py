@@ -1,0 +1,143 @@
+"""`hpcrl report`, `hpcrl sync`: a run as a page, as a timeline for Perfetto, and as curves of a tracker.
+
+Invariant: they only read the run; what they write is one file that was asked for, whole or not at all, and of `sync`
+what was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.cli.find_run import Jobs, find_run, look_at_run
+from hpcrl.errors import UsageError
+from hpcrl.report.run_files import Run
+from hpcrl.report.timeline.node_hours import node_hours
+from hpcrl.report.timeline.reading import read_run, trace
+from hpcrl.run.rundir import write_atomic
+from hpcrl.utils.arguments import RUN, Parser
+
+
+def report(argv: list[str]) -> int:
+    """`hpcrl report`: one HTML file with curves, timeline, costs and samples, which needs no network; of several runs
+    what differs between them."""
+    parser = Parser(
+        "report",
+        "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network. Of several "
+        "runs: options that differ, curves laid over each other, costs, and answers to the same prompts side by side.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=RUN)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write it (RUN/report.html, or comparison.html); - for stdout"
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="what every process did when instead (RUN/trace.json), for https://ui.perfetto.dev or chrome://tracing",
+    )
+    args = parser.parse_args(argv)
+    runs = _several(args.runs)
+    if args.trace:
+        if len(runs) > 1:
+            parser.error("--trace is of one run")
+        _write(args.output, runs[0].root / "trace.json", _trace(runs[0]), runs[0])
+        return 0
+    if len(runs) > 1:
+        _write(args.output, Path("comparison.html"), _compared_page(runs), *runs)
+        return 0
+    run = runs[0]
+    _write(args.output, run.root / "report.html", run_page(run), run)
+    return 0
+
+
+def _trace(run: Run) -> str:
+    """The timeline of every process in the trace event format.
+
+    Raises:
+        UsageError: if the run has none.
+    """
+    recorded = read_run(run)
+    if not recorded.launchers:
+        raise UsageError(f"{run.root} has no timeline", "it has not begun")
+    return json.dumps(trace(recorded.tracks, run.root.name), separators=(",", ":")) + "\n"
+
+
+def _several(words: Sequence[str]) -> list[Run]:
+    """The runs that words name.
+
+    Raises:
+        UsageError: if one names none, or they are more than a page can show.
+    """
+    from hpcrl.report.page.comparison import MOST
+
+    found = {run.root.resolve(): run for run in map(find_run, words)}
+    if len(words) > 1 and len(found) == 1:
+        raise UsageError("these are one and the same run", "name it once")
+    if len(found) > MOST:
+        raise UsageError(f"{len(found)} runs are more than a page shows, {MOST}", "name some of them")
+    return list(found.values())
+
+
+def run_page(run: Run) -> str:
+    """The page of one run, as it is now."""
+    from hpcrl.report.page.one_run import page, recipe_text
+
+    return page(run, look_at_run(run), read_run(run), recipe_text(run.root))
+
+
+def _compared_page(runs: Sequence[Run]) -> str:
+    """The page of several runs, as they are now; Slurm is asked once for all."""
+    from hpcrl.report.page.comparison import Compared, comparison, names_of
+
+    jobs = Jobs(runs)
+    named = zip(names_of(runs), runs, strict=True)
+    compared = [Compared(name, run, look_at_run(run, jobs), node_hours(run, read_run(run))) for name, run in named]
+    return comparison(compared)
+
+
+def sync(argv: list[str]) -> int:
+    """`hpcrl sync`: send what is new of a run to a tracker."""
+    from hpcrl.report.trackers.record import TRACKERS, sync
+
+    parser = Parser(
+        "sync",
+        "Send metrics, options, samples and the report of a run to a tracker, from a machine with a network; what was "
+        "sent before is not sent again, so it may be called while the run trains.",
+    )
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("--to", metavar="TRACKER", required=True, help=", ".join(TRACKERS.names()))
+    args = parser.parse_args(argv)
+    run = find_run(args.run)
+    page = run.root / "report.html"
+    count = 0
+    for name, records, place in sync(run, args.to, page if page.is_file() else None):
+        count += records
+        print(f"{name}: {records} records, {place}")
+    if not count:
+        print(f"nothing is new in {run.root}")
+    _notes(run)
+    return 0
+
+
+def _write(given: str | None, usual: Path, text: str, *runs: Run) -> None:
+    """Write a file, and say where it is.
+
+    Raises:
+        UsageError: if that cannot be.
+    """
+    if given == "-":
+        sys.stdout.write(text)
+    else:
+        path = usual if given is None else Path(given)
+        if path.is_dir() or not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}", "-o wants a file in a directory that is there")
+        write_atomic(path, text.encode("utf-8", errors="replace"))
+        print(path)
+    _notes(*runs)
+
+
+def _notes(*runs: Run) -> None:
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        print(f"hpcrl: note: {note}", file=sys.stderr)

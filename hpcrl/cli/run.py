@@ -1,0 +1,73 @@
+"""`hpcrl run`: start a recipe on this machine, resume a run, or show what would be started.
+
+Invariant: a resumed run has the options that it began with, so nothing else may be given with --resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import UsageError
+
+RUN_HELP = """\
+usage: hpcrl run [RECIPE.toml] [--option value ...] [--dry-run]
+       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them
+       hpcrl run --resume RUN_DIR
+
+  --dry-run                       print plan and options of each stage, and start nothing
+  --resume RUN_DIR                resume a run from its last checkpoint, with the options that it began with
+  --help                          this text, with the options that a first run needs
+  --help-all                      this text, with every option
+
+The recipe comes first; without one it is recipe.toml of this directory (hpcrl init makes one). Switches: --x turns
+on, --no-x off. Lists: words after the flag. In a recipe with stages --STAGE.option, such as --grpo.lr 2e-5, counts
+in that stage; a plain flag in the stages whose own tables set it, or in all if none does; where several set it to
+different values, it is refused. A flag of Megatron-core goes by Megatron's name, one of vLLM as --vllm-NAME (list
+them with hpcrl options --megatron or --vllm). Each option below is also a key of the recipe, spelled with
+underscores."""
+
+
+def run(argv: list[str]) -> int:
+    """`hpcrl run`: start a recipe, resume a run, or show what would be started."""
+    if {"--help", "-h", "--help-all"} & {*argv}:
+        from hpcrl.config.options_doc import run_help
+
+        print(RUN_HELP)
+        print(run_help("--help-all" in argv))
+        return 0
+    from hpcrl.cli.recipe_argument import choose_recipe
+    from hpcrl.config.flags import parse_flags
+    from hpcrl.config.recipe import load_recipe
+    from hpcrl.config.slime.verbatim import recipe_of, split_arguments
+    from hpcrl.config.value_types import Kind
+
+    before, arguments = split_arguments(argv)
+    mine = {"resume": Kind("str"), "dry-run": Kind("bool"), "help-all": Kind("bool")}
+    overrides, own, words = parse_flags(before, mine)
+    if "resume" in own:
+        return _resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
+    word = choose_recipe(words, arguments, "hpcrl run")
+    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
+    recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
+    if own.get("dry-run"):
+        from hpcrl.cli.plan import preview
+
+        preview(recipe, overrides)
+        return 0
+    from hpcrl.launch.local import run_recipe
+
+    return run_recipe(recipe, overrides, None)
+
+
+def _resume(directory: Path, overrides: dict[str, Any], words: list[str], own: dict[str, Any]) -> int:
+    """`hpcrl run --resume`: the run's own recipe and flags count, so nothing else may be given."""
+    if words or overrides or "dry-run" in own:
+        extra = words[0] if words else f"--{next(iter(overrides), 'dry-run').replace('_', '-')}"
+        raise UsageError(
+            f"{extra} has no effect with --resume: a run keeps the options that it began with", "leave it out"
+        )
+    from hpcrl.launch.local import run_recipe
+
+    return run_recipe(None, {}, directory)

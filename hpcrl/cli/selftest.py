@@ -1,0 +1,203 @@
+"""`hpcrl selftest`: the checks that the tests make, on the user's own hardware, before it is trusted with a run.
+
+Here, or with --site in a job of one node or several (hpcrl/doctor/selftest/job.py).  Invariant: one table, with a
+reason for all that was not checked; nothing outlives it but its directory, which says what is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.cli.awaited_job import AwaitedJob, asker
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.value_types import Kind
+from hpcrl.doctor.selftest.job import SelftestJob
+from hpcrl.doctor.selftest.registry import Check, Results, choose_checks, find_checks, report, table
+from hpcrl.doctor.selftest.this_host import CPU_RANKS, run_here
+from hpcrl.doctor.selftest.whole_run import gpu_count
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.allocation_request import AllocationRequest, Component
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import FLAGS, from_flags
+from hpcrl.launch.slurm.job_script import BatchScript, batch_python, task_python
+from hpcrl.launch.slurm.jobs import cancel
+from hpcrl.launch.slurm.submit import render, send_script
+from hpcrl.run.process import adopt_orphans, end_descendants
+from hpcrl.run.queued_job import JobKey
+from hpcrl.run.rundir import write_atomic
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.shipped_files import shipped
+
+HELP = """\
+usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]
+       hpcrl selftest --resume DIR              make the checks that DIR has no result of
+       hpcrl selftest --site SITE [--hosts N]   the same in a job, over N of the site's trainer nodes (1)
+       hpcrl selftest --list                    the checks, and what holds if each passes
+
+Checks devices, the network between them, the trainer's numbers, updates of a real engine, a save and a resume, on the
+GPUs that are here, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if
+any failed.
+
+  --only NAME ...    these checks alone
+  --dir DIR          where results, logs and its small runs go (default: selftest-TIME)
+  --json FILE        where the report goes besides DIR/report.json: versions, numbers, seconds; to attach to an issue
+  --ranks N          processes in the group (default: one a GPU, or 2 where there is none)
+  --site SITE, --time, --set KEY=VALUE ...     as for hpcrl submit
+  --wait SECONDS     how long the job may take, from submission to its end (default: 3600)
+
+After an interruption, --resume DIR continues; a check in DIR that is to be made again: rm DIR/results/NAME.json."""
+OWN = {
+    **FLAGS,
+    "only": Kind("str", many=True),
+    "dir": Kind("str"),
+    "resume": Kind("str"),
+    "json": Kind("str"),
+    "hosts": Kind("int", bounds=">= 1"),
+    "ranks": Kind("int", bounds=">= 1"),
+    "wait": Kind("float", bounds="> 0"),
+    "list": Kind("bool"),
+    "help": Kind("bool"),
+}
+WAIT = 3600.0
+LIMIT = "30:00"
+POLL = 2.0
+
+
+def selftest(argv: Sequence[str]) -> int:
+    """The command; its exit status."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP)
+        return 0
+    options, own, words = parse_flags(argv, OWN, only=())
+    if words or options:
+        extra = words[0] if words else f"--{next(iter(options)).replace('_', '-')}"
+        raise UsageError(f"{extra} has no effect on a self-test", "see hpcrl selftest --help")
+    every = find_checks()
+    if own.get("list"):
+        print("\n".join(f"{name:16} {check.title}" for name, check in every.items()))
+        return 0
+    if "resume" in own and "dir" in own:
+        raise UsageError("--resume names the directory already", "leave --dir out")
+    if "site" not in own and (given := [name for name in ("hosts", "wait", "time", "layout", "set") if name in own]):
+        raise UsageError(f"--{given[0]} has no effect without --site", "name the cluster's profile")
+    chosen = choose_checks(own.get("only", []), every)
+    results = Results(_directory(own))
+    try:
+        if "site" in own:
+            _in_a_job(from_flags(own), own, results)
+        else:
+            _here(chosen, results, own.get("ranks") or gpu_count() or CPU_RANKS)
+    except KeyboardInterrupt:
+        print(f"hpcrl: interrupted; hpcrl selftest --resume {results.directory} continues", file=sys.stderr)
+        return 130
+    return _tell(chosen, results, own.get("json"))
+
+
+def _directory(own: dict[str, Any]) -> Path:
+    """Raise UsageError for a --resume that is none, and a --dir that is full."""
+    if "resume" in own:
+        found = Path(own["resume"]).absolute()
+        if not (found / "results").is_dir():
+            raise UsageError(f"--resume {found}: there is no self-test in it", "name the directory that one printed")
+        return found
+    found = Path(own.get("dir") or time.strftime("selftest-%Y%m%d-%H%M%S", time.gmtime())).absolute()
+    if found.exists() and any(found.iterdir()):
+        raise UsageError(
+            f"--dir {found} is not empty", f"continue with hpcrl selftest --resume {found}, or name another"
+        )
+    return found
+
+
+def _here(chosen: dict[str, Check], results: Results, ranks: int) -> None:
+    adopt_orphans()
+    found = results.read()
+    print(
+        "\n".join(f"hpcrl: {name} is known already" for name in chosen if name in found)
+        or f"hpcrl: in {results.directory}"
+    )
+    try:
+        run_here(chosen, results, ranks, lambda name: print(_line(chosen, results, name), flush=True))
+    finally:
+        end_descendants(5.0)
+
+
+def _line(chosen: dict[str, Check], results: Results, name: str) -> str:
+    return table({name: chosen[name]}, results.read()).splitlines()[0]
+
+
+def _tell(chosen: dict[str, Check], results: Results, file: str | None) -> int:
+    found = {name: outcome for name, outcome in results.read().items() if name in chosen}
+    text = report(find_checks(), results.read(), results.hosts() or [socket.gethostname()])
+    write_atomic(results.directory / "report.json", text)
+    if file:
+        Path(file).write_bytes(text)
+    print(f"\n{table(chosen, found)}\nreport: {file or results.directory / 'report.json'}")
+    return 1 if len(found) < len(chosen) or any(outcome.result == "failed" for outcome in found.values()) else 0
+
+
+# ---- in a job
+
+
+def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
+    """Submit it, wait for its end, telling of results as they come."""
+    hosts = own.get("hosts", 1)
+    directory = results.directory
+    wish = site.trainer
+    slots = wish.gpus_per_node if wish.gpus_per_node is not None else own.get("ranks", 1)
+    ranks = own.get("ranks") or slots or CPU_RANKS
+    request = AllocationRequest("homogeneous", (Component("trainer", hosts, slots, wish.cpus_per_node),), margin=60)
+    limit = own.get("time", LIMIT)
+    todo = SelftestJob(hosts, ranks, own.get("only", []), site.interface)
+    write_atomic(directory / "job.json", msgspec.json.encode(todo))
+    shutil.copytree(shipped("launch"), directory / "launch", dirs_exist_ok=True)
+    script = BatchScript(
+        name="selftest",
+        title=f"hpcrl selftest over {hosts} nodes",
+        summary="hpcrl's checks of hardware and versions",
+        command=f"{shlex.quote(batch_python(site))} -m hpcrl.doctor.selftest.job {shlex.quote(str(directory))}",
+        output=str(directory / "job.log"),
+        launch=str(directory / "launch"),
+        mounts=(str(directory),),
+        python=task_python(site),
+    )
+    once = site.model_copy(update={"time": limit, "requeue": False})
+    write_atomic(directory / "job.sh", render(script, request, once).encode())
+    job = JobKey(send_script(directory / "job.sh"), "", time.time(), history=False)
+    print(f"hpcrl: job {job.job_id}, in {directory}", file=sys.stderr)
+    try:
+        _await(job, results, Deadline(own.get("wait", WAIT)))
+    finally:
+        if not (directory / "ended").exists():
+            with contextlib.suppress(HpcrlError):
+                cancel(job.job_id)
+
+
+def _await(job: JobKey, results: Results, deadline: Deadline) -> None:
+    """Until the job has ended.
+
+    Raises:
+        HpcrlError: if it ends without a word, or is too late.
+    """
+    seen: set[str] = set()
+    every, awaited = find_checks(), AwaitedJob(asker(job))
+    while not (results.directory / "ended").exists():
+        os.listdir(results.directory)  # absence may be cached; a listing is not
+        for name in sorted(results.read().keys() - seen, key=lambda name: every[name].turn):
+            seen.add(name)
+            print(_line(every, results, name), flush=True)
+        if awaited.over:
+            raise HpcrlError(f"job {job.job_id} ended before its checks", f"see {results.directory / 'job.log'}")
+        if deadline.over:
+            raise HpcrlError(f"job {job.job_id} did not end in time", "give it longer with --wait")
+        time.sleep(POLL)

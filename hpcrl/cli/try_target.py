@@ -1,0 +1,122 @@
+"""What is tried: a stage of a recipe, as the options of one engine.
+
+Invariants: nothing is started; what a recipe's prepare commands make is made once, and in a directory of the
+user's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.cli.try_lock import alone
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.started_runs import links_folder
+from hpcrl.utils.untrusted_files import open_append, read_regular, touch
+
+PREPARING = 3600.0  #: seconds for a prepare command
+
+
+@dataclass(frozen=True)
+class TriedModel:
+    """What is tried.
+
+    Attributes:
+        options: of one engine; its model is there.
+        said: what it is, for the user.
+        folder: of the user's, kept from one time to the next.
+    """
+
+    options: Options
+    said: str
+    folder: Path
+
+
+def home_of(what: Path, more: str = "") -> Path:
+    """The directory that is kept for `what`, made if need be."""
+    name = hashlib.sha256(f"{what.resolve()}\0{more}".encode()).hexdigest()[:16]
+    folder = links_folder().parent / "tried" / f"{what.stem}-{name}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+# ---- a recipe
+
+
+def of_recipe(path: Path, overrides: Mapping[str, Any], stage: str | None = None) -> TriedModel:
+    """The stage that is named, or the last that samples; its prepare commands have been run.
+
+    Raises:
+        UsageError: if none samples, or its model is made by another stage; HpcrlError: if a prepare command fails.
+    """
+    recipe = load_recipe(path)
+    text = recipe.text if recipe.text is not None else read_regular(recipe.path).decode()
+    folder = home_of(recipe.path, f"{text}\0{sorted(overrides.items())}" if recipe.prepare else "")
+    places = {"run": str(folder), "prepared": str(folder / "prepared")}
+    stages = dict(zip([one.name for one in recipe.stages], resolve_stages(recipe, overrides, places), strict=True))
+    name, options = _choose(recipe.path.name, stages, stage)
+    with alone(folder, PREPARING):
+        prepare(recipe, folder, overrides)
+    return TriedModel(one_engine(options), f"{recipe.path.name}{f', stage {name}' if name else ''}", folder)
+
+
+def _choose(recipe: str, stages: Mapping[str, Options], wanted: str | None) -> tuple[str, Options]:
+    sampling = {name: options for name, options in stages.items() if options.needs_engines}
+    if wanted is not None and wanted not in sampling:
+        raise UsageError(
+            f"--stage {wanted}: no stage of {recipe} of that name samples", f"it has {', '.join(sampling) or 'none'}"
+        )
+    if not sampling:
+        raise UsageError(f"nothing is sampled in {recipe}", "hpcrl run learns its labels; there is nothing to try")
+    name = wanted if wanted is not None else list(sampling)[-1]
+    return name, sampling[name]
+
+
+def prepare(recipe: Recipe, folder: Path, overrides: Mapping[str, Any]) -> None:
+    """Run the recipe's prepare commands, unless they have been run.
+
+    Raises:
+        HpcrlError: names the command and its log.
+    """
+    done = folder / "prepared" / ".done"
+    if not recipe.prepare:
+        return
+    if done.exists():
+        print(f"hpcrl: as prepared before in {folder}; remove it to prepare again", file=sys.stderr, flush=True)
+        return
+    print("hpcrl: preparing", file=sys.stderr, flush=True)
+    shutil.rmtree(folder / "prepared", ignore_errors=True)
+    (folder / "prepared").mkdir()
+    log = folder / "prepare.log"
+    for command in recipe.prepare_commands(folder, dict(overrides), sys.executable):
+        with open_append(log) as file:
+            try:
+                status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=PREPARING)
+            except subprocess.TimeoutExpired:
+                raise HpcrlError(
+                    f"prepare command {' '.join(command)} took more than {PREPARING:.0f} s", f"see {log}"
+                ) from None
+        if status:
+            raise HpcrlError(f"prepare command {' '.join(command)} {how_it_ended(status)}", f"see {log}")
+    touch(done)
+
+
+def one_engine(options: Options) -> Options:
+    """The options as those of a single engine that belongs to no run."""
+    return options.model_copy(
+        update={
+            "rollout_num_gpus": options.rollout_num_gpus_per_engine,
+            "colocate": False,
+            "rollout_external_engine_addrs": [],
+            "rollout_external_engine_keys": None,
+        }
+    )

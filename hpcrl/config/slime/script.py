@@ -1,0 +1,332 @@
+"""A whole run script of slime's or vime's, sourced where it can do no harm: what it hands to train.py, and what else it
+does.
+
+Of the script's commands only tools that read and write text are meant to run; all others are noted down.  A script can
+get past that, with `awk 'BEGIN { system("...") }'` for one.
+
+Invariant: what a script does harms nothing, whatever of it runs: it is in hpcrl's sandbox (`hpcrl/sandbox/`), where it
+sees its own directory and model files, read-only, and a /tmp that ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.slime.launcher_calls import FILE, OF_LAUNCHERS, check_known, check_read, depends, installed
+from hpcrl.config.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, unset
+from hpcrl.errors import UsageError
+from hpcrl.sandbox.private_root import RESULTS, View, in_system
+from hpcrl.sandbox.run import Confined, Unconfined, run_confined
+from hpcrl.utils.plain_text import strip_control
+from hpcrl.utils.untrusted_files import read_given, read_regular
+
+HERE = Path(__file__).parent
+SECONDS = 30.0  #: that a script may take
+#: libraries that Python and its standard library load, where they lie next to it
+LIBRARIES = ("python3*", "z", "ffi", "ssl", "crypto", "bz2", "lzma", "expat", "uuid", "sqlite3")
+#: tools that a script may run: they compute with text
+TOOLS = (
+    "[ awk basename bash cat cut date dirname echo env expr false grep egrep head hostname id ls mkdir mktemp "
+    "nproc paste printf pwd readlink realpath rm sed seq sort tail tee test tr true uname uniq wc whoami xargs"
+)
+#: commands that other tools start (env, xargs), or bash's exec: they are in PATH as scripts that note themselves down
+NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall nohup timeout"
+#: commands noted down, bytes of one, bytes of a script
+MOST_CALLS = 20_000
+MOST_CALL = 1 << 20
+MOST_SCRIPT = 1 << 20
+#: what runs a launcher in Python
+LAUNCHER = ("launcher.py", "launcher_values.py", "launcher_settings.py", "launcher_source.py")
+ARRAY = "hpcrl-array"  #: a call of this name is a line of flags that ran as a command
+_TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
+#: what bash says of ${NAME:?...} where nothing sets NAME, Python of os.environ["NAME"], and a script itself
+_MISSING = re.compile(
+    r"line \d+: (\w+): |KeyError: '(\w+)'|\b([A-Z][A-Z0-9_]+)\b(?: variable)?(?: is| must be|:)? "
+    r"(?:not set|unset|not defined|required|empty|set)\b"
+)
+#: where things are inside; neither lies in the other, which is read-only
+_TOOLS_INSIDE = "/hpcrl-import/tools"
+_LAUNCH = (
+    f"import sys; sys.path.insert(0, '{_TOOLS_INSIDE}/lib'); from hpcrl.config.slime.launcher import main; "
+    "del sys.path[0]; main()"
+)
+_PIPED_INSIDE = "/hpcrl-import/script/script.sh"  #: a script that is in no file, such as `<(command)`
+
+
+@dataclass(frozen=True)
+class RunScript:
+    """What a script did.
+
+    Attributes:
+        program: train.py or train_async.py.
+        arguments: what it got.
+        environment: what `ray job submit` would have set for it, and hpcrl does not.
+        notes: what else the script did, and why that is needless.
+        files: path -> text of what a launcher in Python wrote, and hands over by its path.
+    """
+
+    program: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    notes: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_script(
+    path: Path, variables: Mapping[str, str], models: Path | None = None, seconds: float = SECONDS
+) -> RunScript:
+    """Source a script.
+
+    Args:
+        variables: environment variables that it gets, besides HOME and USER.
+        models: where model files are that it does not find.
+
+    Raises:
+        UsageError: if it cannot be read or confined, does not end, fails, starts no training, or reads a file that
+            is hidden from it and might set what it hands over.
+    """
+    text = _read(path)
+    with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
+        scratch = Path(folder)
+        said = _run(path, text, scratch, variables, models, seconds)
+        calls = _calls(scratch / "calls")
+    if missed := next(filter(None, map(missed_file, calls)), None):
+        raise UsageError(
+            f"{path} reads {strip_control(missed)}, which is there, but which it may not see",
+            "a script sees its own directory, unless that is a home directory or /tmp: move it into one that holds "
+            "what it reads as well, or name that file's directory with --models-dir",
+        )
+    if broken := next((call for call in calls if call[0] == ARRAY and len(call) > 2), None):
+        line, flags = _first_line(text, broken[1]), strip_control(" ".join(broken[2:]))[:80]
+        raise UsageError(
+            f"{path} line {line}: flags ran as a command of their own: {flags}",
+            "the line before it lacks a backslash at its end, so train.py does not get them",
+        )
+    training = [found for call in calls if (found := _training(call))]
+    if not training:
+        raise _no_training(path, said, seconds, depends(calls))
+    program, arguments, told = training[0]
+    environment = told or {}
+    files = {call[1]: call[2] for call in calls if call[0] == FILE and len(call) == 3}
+    if path.suffix == ".py":
+        before = calls[: next(place for place, call in enumerate(calls) if _training(call))]
+        check_read(path, calls, variables)
+        check_known(path, before, arguments, environment, files)
+    notes = (
+        ["its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"]
+        if told is None
+        else []
+    )
+    others = [call for call in calls if call[0] not in OF_LAUNCHERS and not _training(call)]
+    more = installed(calls) if path.suffix == ".py" else unset(text, variables)
+    notes += [*notes_of(others, environment), *more]
+    if said.late:
+        notes.append(f"it had not ended after {seconds:g} s, but started the training before")
+    if said.limit:
+        notes.append(f"it was ended, as it {said.limit}, but started the training before")
+    if len(training) > 1:
+        notes.append(f"it starts training {len(training)} times: this is the first")
+    kept = {name: value for name, value in environment.items() if name not in ENVIRONMENT}
+    return RunScript(program, tuple(arguments), kept, tuple(map(strip_control, notes)), files)
+
+
+def _first_line(text: str, number: str) -> int:
+    """The line at which a command begins, of which bash names one that is continued from it."""
+    lines, found = text.splitlines(), int(number) if number.isdecimal() else 1
+    while 2 <= found <= len(lines) + 1 and lines[found - 2].endswith("\\"):
+        found -= 1
+    return found
+
+
+def _read(path: Path) -> str:
+    """The text of a script.
+
+    Raises:
+        UsageError: if it cannot be read, or bash could not make sense of its lines.
+    """
+    try:
+        text = read_given(path, MOST_SCRIPT)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read the script {path}: {why}", "is it a run script?") from error
+    if "\r\n" in text:
+        raise UsageError(
+            f"{path} has Windows line endings, which bash reads as part of each word", "fix it with dos2unix"
+        )
+    return text
+
+
+def _run(
+    path: Path, text: str, scratch: Path, variables: Mapping[str, str], models: Path | None, seconds: float
+) -> Confined:
+    """Have bash source `text`, which stands at `path`; what it notes down is then in `scratch`/calls.
+
+    Raises:
+        UsageError: if there is no bash, or no way to confine it.
+    """
+    bash = _tool("bash")
+    if bash is None:
+        raise UsageError("bash is not here, or not in a system directory", "hpcrl import runs the script's own shell")
+    _equip(scratch, bash)
+    file = path.resolve()
+    script = str(file) if file.is_file() else _PIPED_INSIDE
+    (scratch / "script.sh").write_text(text)
+    shown = [(_TOOLS_INSIDE, str(scratch / "tools")), (script, str(scratch / "script.sh"))]
+    python = os.path.realpath(sys.executable)
+    if path.suffix == ".py" and not in_system(python):
+        stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
+        shown += [(file, file) for file in interpreter_files(python, stdlib, os.environ.get("HOME", "/"))]
+    shown += [(str(folder), str(folder)) for folder in _folders(Path(script), models) if not in_system(str(folder))]
+    environment = {
+        "HOME": os.environ.get("HOME", "/"),
+        "USER": os.environ.get("USER", ""),
+        "LANG": "C.UTF-8",
+        **variables,
+        "PATH": f"{_TOOLS_INSIDE}/bin",
+        "TMPDIR": "/tmp",
+        "BASH_ENV": f"{_TOOLS_INSIDE}/prelude.sh",
+        "HPCRL_CALLS": RESULTS,
+        "HPCRL_TOOLS": TOOLS,
+        "HPCRL_NOTED": NOTED,
+        "HPCRL_MODELS": str(next(_models(file, models), "")),
+        "HPCRL_GIVEN": " ".join(variables),
+        "HPCRL_OWN_MODELS": f"{_TOOLS_INSIDE}/models",
+    }
+    view = View(tuple(dict(shown).items()), str(scratch / "calls"))
+    try:
+        command = [python, "-I", "-S", "-c", _LAUNCH] if path.suffix == ".py" else [bash]
+        return run_confined([*command, script], view, environment, seconds, os.path.dirname(script))
+    except Unconfined as error:
+        raise UsageError(
+            f"{path} was not run: {error}",
+            "run it elsewhere, or give its arguments yourself: hpcrl import -- ARGUMENTS",
+        ) from error
+
+
+def interpreter_files(python: str, stdlib: str, home: str) -> list[str]:
+    """What a Python outside the system's directories needs, and no more of where it lies: that may be a home directory.
+
+    Raises:
+        UsageError: if its standard library is a home directory, or holds it.
+    """
+    if os.path.realpath(home) == stdlib or os.path.realpath(home).startswith(f"{stdlib.rstrip('/')}/"):
+        raise UsageError(
+            f"the standard library of {python} is at {stdlib}, which holds your home directory",
+            "call hpcrl with another Python",
+        )
+    lib = Path(python).parent.parent / "lib"
+    found = [python, stdlib, *(str(file) for name in LIBRARIES for file in sorted(lib.glob(f"lib{name}.so*")))]
+    return [file for file in found if os.path.exists(file)]
+
+
+def _tool(name: str) -> str | None:
+    """The path of a program that every confined process sees."""
+    places = ("/usr/bin:/bin:/usr/local/bin", os.environ.get("PATH", ""))
+    found = (shutil.which(name, path=place) for place in places)
+    return next((path for path in found if path and in_system(path)), None)
+
+
+def _equip(scratch: Path, bash: str) -> None:
+    """Write what the script's bash works with: tools, those that note themselves down, names of models."""
+    tools = scratch / "tools"
+    for folder in (tools / "bin", tools / "models", tools / "lib/hpcrl/config/slime", scratch / "calls"):
+        folder.mkdir(parents=True)
+    for name in TOOLS.split():
+        if found := _tool(name):
+            (tools / "bin" / name).symlink_to(found)
+    for name in NOTED.split():
+        noted = f'#!{bash}\nbuiltin source {_TOOLS_INSIDE}/prelude.sh\nhpcrl_note {name} "$@"\n'
+        (tools / "bin" / name).write_text(noted)
+        (tools / "bin" / name).chmod(0o755)
+    for name, family in model_families().items():
+        arguments = "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
+        (tools / "models" / f"{name}.sh").write_text(arguments)
+    (tools / "prelude.sh").write_text(read_given(HERE / "prelude.sh"))
+    for name in LAUNCHER:
+        (tools / "lib/hpcrl/config/slime" / name).write_text(read_given(HERE / name))
+
+
+def _folders(script: Path, models: Path | None) -> Iterator[Path]:
+    """The directories that a script sees besides the system's: its own, and those of model arguments.
+
+    Its own is left out where it holds more than scripts: a home directory or what is above it, and where everybody may
+    write, such as /tmp.
+    """
+    home = Path(os.environ.get("HOME", "/")).resolve()
+    own = script.parent
+    if own.is_dir() and not home.is_relative_to(own) and not own.stat().st_mode & stat.S_IWOTH:
+        yield own
+    yield from _models(script, models)
+
+
+def _models(script: Path, models: Path | None) -> Iterator[Path]:
+    """Directories of model arguments: --models-dir, and that of a checkout of slime's that the script is in."""
+    if models is not None and models.is_dir():
+        yield models.resolve()
+    for parent in script.parents[:4]:
+        place = parent / "scripts" / "models"
+        if place.is_dir() and place.resolve() == place:
+            yield place
+
+
+def _calls(folder: Path) -> list[list[str]]:
+    """The commands that were noted down, in order; what a script itself has put there may be anything."""
+    found = []
+    for file in sorted(folder.iterdir())[:MOST_CALLS]:
+        with contextlib.suppress(OSError):
+            found.append(read_regular(file, MOST_CALL).decode(errors="replace").split("\0")[:-1])
+    return [call for call in found if call]
+
+
+def _training(call: Sequence[str]) -> tuple[str, list[str], dict[str, str] | None] | None:
+    """(program, its arguments, environment, None if that cannot be read) if this command starts training."""
+    for place, word in enumerate(call):
+        if found := _TRAIN.match(word):
+            return f"{found[1]}.py", list(call[place + 1 :]), _environment(call[:place])
+    return None
+
+
+def _environment(words: Sequence[str]) -> dict[str, str] | None:
+    """env_vars of --runtime-env-json; None if it is no JSON."""
+    for place, word in enumerate(words):
+        if word.startswith("--runtime-env-json"):
+            text = word.partition("=")[2] or (words[place + 1] if place + 1 < len(words) else "")
+            try:
+                found: Any = json.loads(text).get("env_vars", {})
+                return {str(name): str(value) for name, value in found.items()}
+            except (ValueError, AttributeError):
+                return None
+    return {}
+
+
+def _no_training(path: Path, said: Confined, seconds: float, unknown: str = "") -> UsageError:
+    """What to say of a script that has started no training."""
+    lines = [line.strip() for line in f"{said.out}\n{said.err}".splitlines()]  # errors last
+    last = [strip_control(line)[:300] for line in lines if line and not line.startswith("+")][-1:]
+    if said.late:
+        return UsageError(
+            f"{path} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?"
+        )
+    ended = f"ended with status {said.code}"
+    if said.limit:
+        ended = f"was ended, as it {said.limit}"
+    elif said.code and last:
+        ended = f"ended with status {said.code}: {last[0]}"
+    missing = _MISSING.search(f"{said.out}\n{said.err}")
+    name = next(filter(None, missing.groups())) if missing else ""
+    hint = f"write {name}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
+    if unknown:
+        hint = f"{unknown}: write the value into the script"
+    return UsageError(f"{path} starts neither train.py nor train_async.py; it {ended}", hint)

@@ -1,0 +1,62 @@
+"""Every rank sends its parts of a model of several GB straight to an engine, over each transport that these GPUs have.
+
+NCCL where there is a GPU for the trainer and one for the engine, CUDA IPC where they share one.  Without a GPU the
+model is small and goes over sockets.  It has run on no GPU yet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpcrl.doctor.selftest.registry import Check, Number, Outcome
+from hpcrl.doctor.selftest.tiny_model import make_model
+from hpcrl.doctor.selftest.whole_run import gpu_count, recipe_with_engines, run, steps
+
+GPU = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "head_dim": 128,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+CPU = {"hidden_size": 256, "intermediate_size": 512}
+
+
+def transports(gpus: int) -> dict[str, dict[str, Any]]:
+    """Value of --weight-transfer -> other options of a run over it."""
+    if not gpus:
+        return {"gloo": {}}
+    apart = {"nccl": {"rollout_num_gpus": 1}} if gpus > 1 else {}
+    return apart | {"ipc": {"colocate": True}}
+
+
+def work(directory: Path) -> Outcome:
+    gpus = gpu_count()
+    model = directory / "large-model"
+    if not (model / "config.json").exists():
+        make_model(model, **(GPU if gpus else CPU))
+    numbers: dict[str, Number] = {}
+    said = []
+    for name, options in transports(gpus).items():
+        root = directory / f"large-{name}"
+        values = {"weight_transfer": name, "weight_update": "resharded", "hf_checkpoint": str(model), **options}
+        recipe = recipe_with_engines(directory, f"large-{name}", gpus, **values)
+        run([str(recipe), "--run-dir", str(root)], directory / f"large-{name}.log")
+        if not (rows := steps(root)):
+            return Outcome("failed", f"the run over {name} has logged no step", numbers)
+        seconds, moved = (rows[-1][f"perf/update_weights_{what}"] for what in ("time", "bytes"))
+        pause = rows[-1]["perf/update_weights_pause_time"]
+        numbers |= {f"{name}_seconds": seconds, f"{name}_pause_seconds": pause, f"{name}_bytes": moved}
+        said.append(f"{name}: {moved / 1e9:.3g} GB in {seconds:.2f} s, {pause:.2f} s of them paused")
+    return Outcome("passed", f"every tensor compared; {'; '.join(said)}", numbers)
+
+
+CHECK = Check(
+    "resharded updates of a large model arrive bit for bit",
+    85,
+    "launcher",
+    work,
+    ("torch", "megatron.core", "vllm", "transformers"),
+)

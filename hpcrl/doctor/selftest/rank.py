@@ -1,0 +1,132 @@
+"""A rank of the self-test: the checks that are named, one after another, in the group that the environment names.
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 python -m hpcrl.doctor.selftest.rank DIR --port-file FILE
+    NAME ... python -m hpcrl.doctor.selftest.rank DIR --alone NAME ...
+
+Invariant: rank 0 alone writes results, after every rank has said its own; a rank that fails makes the check fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hpcrl.doctor.selftest.registry import Check, CheckContext, Outcome, Results, choose_checks, find_checks, try_check
+from hpcrl.run.process import PARENT, die_with_parent
+
+if TYPE_CHECKING:
+    import torch
+
+DEADLINE = 180.0  #: seconds that a collective may wait for the slowest rank
+LONGEST = 4096  #: bytes that a rank says of a check
+
+
+def gather(mine: Outcome, place: CheckContext) -> Outcome:
+    """Rank 0's own, or the first that failed."""
+    import torch
+    import torch.distributed as dist
+
+    data = msgspec.json.encode(msgspec.structs.replace(mine, said=mine.said[:500]))[:LONGEST].ljust(LONGEST)
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(place.device)
+    rows = torch.empty(place.world * LONGEST, dtype=torch.uint8, device=place.device)
+    dist.all_gather_into_tensor(rows, row)
+    found = [msgspec.json.decode(bytes(each.tolist()), type=Outcome) for each in rows.cpu().view(place.world, LONGEST)]
+    return next((outcome for outcome in found if outcome.result == "failed"), found[0])
+
+
+def run_checks(chosen: dict[str, Check], place: CheckContext, results: Results, together: bool) -> None:
+    """One after another; each has its own directory."""
+    for name, check in chosen.items():
+        if place.rank == 0:
+            results.begin(name)
+        own = place.directory / "work" / name
+        own.mkdir(parents=True, exist_ok=True)
+        outcome = try_check(check, replace(place, directory=own))
+        if together:
+            outcome = gather(outcome, place)
+        if place.rank == 0:
+            results.write(name, outcome)
+
+
+def device_alone() -> torch.device:
+    """The first GPU, or the CPU, as a trainer's only rank; Megatron works on either."""
+    import torch
+
+    from hpcrl.trainer.parallel_state import cuda_is_there
+
+    if importlib.util.find_spec("megatron") is not None:
+        from hpcrl.trainer.cpu import cpu_shim
+
+        cpu_shim.install()
+    if cuda_is_there(os.environ.get("CUDA_VISIBLE_DEVICES")):
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> int:
+    """Each check in a separate process, since a deterministic mode, say, is never taken back; the exit status of the
+    first that ended badly.
+
+    Of several each is a fork of this process, which then has imported what they need: that takes longer than the
+    checks.  Only where there is no GPU, which a fork could not use.
+    """
+    from hpcrl.models.convert.to_torch_dist import alone
+
+    alone()
+    if len(chosen) == 1:
+        run_checks(chosen, CheckContext(0, 1, device_alone(), directory), results, together=False)
+        return 0
+    device = device_alone()
+    with contextlib.suppress(ImportError):  # the checks that need it say so
+        importlib.import_module("hpcrl.trainer.megatron.model")
+    for name, check in chosen.items():
+        if (pid := os.fork()) == 0:
+            os.environ.pop(PARENT, None)
+            die_with_parent()
+            run_checks({name: check}, CheckContext(0, 1, device, directory), results, together=False)
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            return status if status > 0 else 128 - status
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="One rank of the self-test.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--alone", action="store_true", help="the only rank, in no group yet; several checks: forks")
+    parser.add_argument("--port-file", type=Path)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--link", type=float, help="bytes a second of the network between the hosts")
+    args = parser.parse_args(argv)
+    die_with_parent()
+    chosen = choose_checks(args.names, find_checks())
+    results = Results(args.directory)
+    if args.alone:
+        return each_alone(chosen, results, args.directory)
+    import torch.distributed as dist
+
+    from hpcrl.trainer.start.network_speed import join
+
+    device = join(DEADLINE, args.port_file)
+    place = CheckContext(dist.get_rank(), dist.get_world_size(), device, args.directory, args.hosts, args.link)
+    try:
+        run_checks(chosen, place, results, together=True)
+        dist.barrier()  # rank 0 holds the store: no rank leaves before all are done
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Calling mpirun: check that every host answers, start it with a hostfile of its dialect, and wait for its end.
+
+Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so
+that the run can save; mpirun dies with this process.  A shell inside a job is not an MPI rank, whatever variables its
+launcher has left in it.  Where mpirun ends all ranks before any of them could say why, what was said before is kept
+behind the cause that is found here; the record of a run that is over, or of another run, is not changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, resolve_stages
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.groups import describe
+from hpcrl.launch.attempts.spare_hosts import mark_spares
+from hpcrl.launch.job import RunJob, reopen_job
+from hpcrl.launch.mpi import exit_status_relay
+from hpcrl.launch.mpi.exit_status_relay import RunLocation
+from hpcrl.launch.mpi.hostfile import read_hostfile, write_hostfile
+from hpcrl.launch.mpi.ssh_check import REACH, check_hosts, lost_hosts
+from hpcrl.launch.preflight import note_absent, refuse_settings
+from hpcrl.launch.restarts import last_attempt, names_host
+from hpcrl.plan import Host, hosts_kept, make_plan
+from hpcrl.rollout.prompts.first_rows import look_at
+from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.job_files import STATE, WORKING, JobState, process_age, write_state
+from hpcrl.run.process import LATE, MISSING, PARENT, end, run_command
+from hpcrl.run.scratch import scratch, sweep
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.shipped_files import shipped
+from hpcrl.utils.untrusted_files import Damaged, read_given, read_json
+
+GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
+#: variables that every host gets as they are here, and how the names of others begin
+HANDED_ON = ("PYTHONPATH", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
+FAMILIES = ("NCCL_", "UCX_", "FI_", "VLLM_", "HF_", "CUDA_", "TORCH_", "OMP_", "GLOO_")
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
+REST = 5.0  #: seconds for what was still to be handed on when mpirun ended
+
+
+def call_mpirun(
+    argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, own: dict[str, Any]
+) -> int:
+    if "hostfile" not in own:
+        raise UsageError("no hostfile given", "name the machines: --hostfile FILE; hpcrl run needs none")
+    found = read_hostfile(own["hostfile"])
+    for note in found.notes:
+        print(f"hpcrl: note: {note}", file=sys.stderr)
+    stages = _stages(recipe, overrides, resume)
+    refuse_settings(stages, lambda options: mark_spares(found.hosts, options.spares), packages=resume is None)
+    if recipe is not None:
+        look_at(stages)
+        note_absent(recipe, stages)
+    kept = hosts_kept(stages)
+    plans = [make_plan(options, mark_spares(found.hosts, options.spares), "launch", kept=kept) for options in stages]
+    mpirun = shlex.split(own.get("mpirun", "mpirun"))
+    agent = own.get("agent", "ssh")
+    kind = flavour(mpirun)
+    per_slot = stages[0].rank_launcher == "ranks"
+    words = [word for word in argv if word not in ("--dry-run", "--print")]
+    word = "" if own.get("dry-run") or own.get("print") else exit_status_relay.drawn()
+    program = [*handed_on(word), "bash", str(shipped("launch/task.sh")), "launch", *words]
+    sweep()  # after one that was killed
+    with scratch("launch") as folder:
+        file = folder / "hosts"
+        file.write_text(write_hostfile(_counts(found.hosts, per_slot), "openmpi" if kind == "openmpi" else "mpich"))
+        command = mpi_command(mpirun, kind, file, found.hosts, per_slot, agent, program)
+        if own.get("print") or own.get("dry-run"):
+            if own.get("dry-run"):
+                print(f"{plans[-1].table()}\n\n{describe(stages[-1], plans[-1])}\n")
+                print(f"# {file.name}, for {mpirun[0]}:\n{read_given(file)}")
+            print(shlex.join(command).replace(str(file), "HOSTFILE"))
+            return 0
+        if not shutil.which(mpirun[0]):
+            raise UsageError(f"{mpirun[0]} is not here", "load or install Open MPI or MPICH, or name it with --mpirun")
+        names = [] if started_by_scheduler(kind, agent, os.environ) else [host.name for host in found.hosts]
+        check_hosts(names, shlex.split(agent))
+        return _run(command, kind, agent, word, names)
+
+
+def handed_on(word: str) -> list[str]:
+    """An `env` command with what the ranks need of our environment: not every mpirun hands it on, and hosts that differ
+    in a setting of NCCL's hang."""
+    kept = {"HPCRL_PYTHON": sys.executable} | {
+        name: os.environ[name] for name in sorted(os.environ) if _is_handed_on(name)
+    }
+    kept |= (
+        {exit_status_relay.ENVIRONMENT: word, exit_status_relay.ASKED: f"{time.time() - process_age():.2f}"}
+        if word
+        else {}
+    )
+    return ["env", *(f"{name}={value}" for name, value in kept.items())]
+
+
+def _is_handed_on(name: str) -> bool:
+    """Whether every host is to have this variable as we have it: none of ours alone, and nothing secret, which `ps`
+    would show."""
+    return (
+        (name in HANDED_ON or name.startswith(FAMILIES)) and name != "CUDA_VISIBLE_DEVICES" and not SECRET.search(name)
+    )
+
+
+def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:
+    if recipe is None:
+        from hpcrl.launch.job import reopen_job
+
+        assert resume is not None
+        return list(reopen_job(resume).stages)
+    places = {"run": "{run}", "prepared": "{run}/prepared"}
+    return list(resolve_stages(recipe, overrides, places))
+
+
+def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:
+    """The hosts with as many slots as processes are started there."""
+    return tuple(Host(h.name, max(1, h.slots) if per_slot else 1) for h in hosts)
+
+
+def flavour(mpirun: list[str]) -> str:
+    """openmpi or mpich (and what stems from it), by what the launcher says of itself."""
+    answer = run_command([mpirun[0], "--version"], REACH)
+    if answer.code in (LATE, MISSING):
+        return "openmpi"  # for a dry run; it is looked for before it is called
+    return "openmpi" if any(name in answer.out for name in ("Open MPI", "open-mpi", "OpenRTE")) else "mpich"
+
+
+def mpi_command(
+    mpirun: list[str], kind: str, file: Path, hosts: tuple[Host, ...], per_slot: bool, agent: str, program: list[str]
+) -> list[str]:
+    """mpirun with everything that it must be told."""
+    count = sum(max(1, host.slots) if per_slot else 1 for host in hosts)
+    if kind == "openmpi":
+        mapping = "slot" if per_slot else "ppr:1:node"
+        rsh = [] if agent == "ssh" else ["--mca", "plm_rsh_agent", agent]
+        return [
+            *mpirun,
+            "--hostfile",
+            str(file),
+            "-np",
+            str(count),
+            "--map-by",
+            mapping,
+            "--bind-to",
+            "none",
+            *rsh,
+            *program,
+        ]
+    words = shlex.split(agent)
+    rsh = [] if agent == "ssh" else ["-launcher", "ssh", "-launcher-exec", words[0]]
+    # -machinefile: with -f Intel MPI does not read the slots behind a host
+    return [*mpirun, "-machinefile", str(file), "-n", str(count), "-bind-to", "none", *rsh, *program]
+
+
+def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[str] = ()) -> int:
+    """Run mpirun to its end; a first signal asks the run to save, a second ends it.
+
+    Args:
+        word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or
+            after a second signal, has GRACE seconds.
+        hosts: those that run a command for us, which are asked if the run ends without a word.
+    """
+    environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
+    extra = shlex.split(agent)[1:]
+    if kind == "mpich" and extra:
+        environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(extra)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpcrl.run.process", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    listener = exit_status_relay.OutputRelay(process.stdout, process.stderr, word)
+    asked = 0
+    grace = Deadline(math.inf)
+
+    def passed_on(_: int, __: object) -> None:
+        nonlocal asked, grace
+        asked += 1
+        grace = Deadline(GRACE) if asked == 2 else grace
+        process.send_signal(signal.SIGUSR1 if asked == 1 else signal.SIGTERM)  # mpirun hands SIGUSR1 to its ranks
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, passed_on)
+    while (status := process.poll()) is None and not grace.over:
+        listener.wait(0.2)
+        if grace.seconds == math.inf and listener.status is not None:
+            grace = Deadline(GRACE)
+    if late := status is None:
+        ours = psutil.Process(process.pid)
+        rest = ours.children(recursive=True)  # an ssh to a host whose link is cut would outlive it
+        end([ours], 5.0)
+        end(rest, 0.5)
+        print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
+        status = 1 if listener.status is None else listener.status
+    until = Deadline(REST)
+    while not late and listener.wait(0.2) and not until.over:
+        pass
+    unsaid = listener.status is None  # by rank 0, or else its word may be that of one who is cut off itself
+    if status and listener.place and (asked < 2 if unsaid else not asked and (late or listener.lost)):
+        gone = [listener.lost] if listener.lost else lost_hosts(hosts, shlex.split(agent))
+        if gone or unsaid:
+            how = "was ended" if late else how_it_ended(status)
+            raise HpcrlError(*explain_end(listener.place, gone, how, listener.died if unsaid else ""))
+    if listener.status is not None:  # the run was over: how its processes went after that says nothing of it
+        return listener.status
+    if status < 0:
+        raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
+    return status
+
+
+# ---- the job around this process
+
+#: variables of an MPI launcher, by how their names begin
+LEFT_BEHIND = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "HYDI_", "HYDRA_CONTROL")
+
+
+def under_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether an mpirun has started this process.
+
+    `srun --pty bash` gives its shell the variables of a world of one (PMIX_RANK, or PMI_SIZE=1) and SLURM_PTY_PORT:
+    that is not a rank; mpirun called in such a shell sets its own variables.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return True
+    world = any(name in environment for name in ("PMI_SIZE", "PMI_RANK", "PMIX_RANK"))
+    shell = "SLURM_PTY_PORT" in environment and environment.get("PMI_SIZE", "1") == "1"
+    return world and not shell
+
+
+def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an mpirun that is called in such a shell."""
+    return {name: value for name, value in environment.items() if not name.startswith(LEFT_BEHIND)}
+
+
+def started_by_scheduler(kind: str, agent: str, environment: Mapping[str, str]) -> bool:
+    """Whether mpirun reaches the hosts through the scheduler and needs no ssh: Open MPI inside a Slurm job takes srun,
+    unless it was given an agent (its plm slurm)."""
+    return kind == "openmpi" and agent == "ssh" and "SLURM_JOB_ID" in environment
+
+
+# ---- what to say of a run that mpirun ended
+
+
+def explain_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
+    """(what has happened, what to do); recorded as the error of the run at `place`, where this machine sees it.
+
+    Args:
+        lost: hosts that mpirun or this machine cannot reach.
+        how: mpirun ended.
+        died: the host on which mpirun saw a rank die.
+    """
+    hosts = f"{'hosts' if lost[1:] else 'host'} {', '.join(lost)}"
+    what = f"{hosts} cannot be reached any more, and mpirun {how}" if lost else f"mpirun {how} before the run was over"
+    if died and not lost:
+        what = f"host {died}: its MPI rank died before the run was over, and mpirun {how}"
+    with contextlib.suppress(OSError, HpcrlError):
+        if (job := reopen_job(place.root)).identity == place.identity:  # and not another's of that name
+            _record(job, lost, what)
+    again = f"hpcrl launch --resume {place.root} --hostfile FILE"
+    if lost:
+        return what, f"is it up, and its network? continue without it, or when it is back: {again}"
+    return what, f"its processes have ended with it; its output is above; continue with {again}"
+
+
+def _record(job: RunJob, lost: Sequence[str], what: str) -> None:
+    rundir = last_attempt(job)
+    if rundir is None:
+        return
+    first = rundir.failure()
+    if first is None or (lost and (first.role != "launcher" or not all(names_host(first, host) for host in lost))):
+        rundir.correct(f"{what} (first seen as: {first})" if first else what)
+    try:
+        state = read_json(job.root / STATE, JobState)
+    except Damaged:
+        return
+    if state.phase in WORKING:  # the launcher had no time to say how it ended
+        write_state(
+            job.root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname())
+        )

@@ -1,0 +1,150 @@
+"""`hpcrl launch` under mpirun: every MPI rank finds out which host it is, and its host's roles start next to it.
+
+Rank 0 is the launcher of the run (launcher_rank.py); the others do what it says (host_rank.py).
+
+Invariants: MPI itself must come up in INIT seconds; when a rank ends, by whatever, all that it started ends with it,
+and the MPI world ends with the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import HpcrlError, Stopped, UsageError
+from hpcrl.launch import probe
+from hpcrl.launch.attempts.loop import stay
+from hpcrl.launch.attempts.retries import HostFault
+from hpcrl.launch.attempts.spare_hosts import mark_spares
+from hpcrl.launch.broken_hosts import note_broken_host
+from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job
+from hpcrl.launch.mpi import exit_status_relay
+from hpcrl.launch.mpi.channel import Channel, RankJoined
+from hpcrl.launch.mpi.host_rank import HostRank
+from hpcrl.launch.mpi.launcher_rank import PART, MpiHosts
+from hpcrl.launch.mpi.placement import place_ranks
+from hpcrl.launch.restarts import seen_broken
+from hpcrl.launch.user_code.snapshot import resume_code
+from hpcrl.plan import Host
+from hpcrl.report.progress import say
+from hpcrl.run.job_files import write_job
+from hpcrl.run.process import adopt_orphans, die_with_parent, end_descendants
+
+INIT = 60.0
+
+
+def run_ranks(
+    recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, hostfile: list[Host] | None
+) -> int:
+    """Be this MPI rank to the end of the run; the exit status."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a request to stop
+    die_with_parent()
+    adopt_orphans()
+    channel = join_world()
+    joined = RankJoined(probe.host_report(socket.gethostname()), len(list(Path("/dev").glob("nvidia[0-9]*"))))
+    try:
+        everyone = channel.gather(joined)
+        reports = [one.report for one in everyone]
+        placement = place_ranks(reports, [one.gpus for one in everyone], hostfile)
+    except HpcrlError as error:  # the same on every rank: one of them says so
+        if channel.rank == 0:
+            print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
+        leave_world(channel, True, error.exit_code)
+    if channel.rank:
+        leave_world(channel, True, HostRank(channel, placement).run())
+    by_host = {host.name: reports[placement.first(host.name)] for host in placement.hosts}
+    status, hosts = 1, MpiHosts(channel, placement, by_host, Path())
+    try:
+        status = _launch(hosts, recipe, overrides, resume)
+    except HpcrlError as error:
+        status = error.exit_code
+        print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr, flush=True)
+    finally:
+        leave_world(channel, hosts.dismiss(status), status)
+
+
+def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:
+    hosts, begin = backend.placement.hosts, None
+    if resume:
+        job: RunJob = reopen_job(resume)
+        begin = partial(resume_code, job.root, overrides.get("live_code"))
+    else:
+        assert recipe is not None
+        job = begin_job(recipe, overrides, lambda options: mark_spares(hosts, options.spares))
+    backend.job_root = job.root
+    exit_status_relay.tell_where(job.root, job.identity)
+    components = [{"name": h.name, "nodes": 1, "slots": h.slots} for h in hosts]
+    write_job(job.root, job.identity, "mpirun", None, components=components)
+    say(f"{len(hosts)} hosts: {', '.join(f'{h.name} ({h.slots} slots)' for h in hosts)}")
+    leave = partial(_leave, job)
+    return run_job(job, backend, watch=backend.carry, age=exit_status_relay.age(), begin=begin, leave=leave)
+
+
+def _leave(job: RunJob, error: HpcrlError, well: bool, stuck: Mapping[str, str]) -> HostFault:
+    """Without which hosts the run continues: one that is lost ends the MPI world with it, but one whose hardware broke
+    is still there, and a spare one takes its place."""
+    broken = seen_broken(job) if any(options.spares for options in job.stages) else None
+    if broken is None:
+        return stay(error, well, stuck)
+    note_broken_host(job.root, *broken)
+    return HostFault(f"host {broken[0]} is broken ({broken[1]})", (broken[0],))
+
+
+# ---- the MPI world
+
+
+def join_world() -> Channel[Any]:
+    """Join the MPI world.  The process ends with one line if that takes more than INIT seconds."""
+
+    def late() -> None:
+        print(
+            f"hpcrl: error: MPI did not come up within {INIT:.0f} s on {socket.gethostname()}: "
+            "some host of the hostfile does not answer, or its firewall drops what MPI sends",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(INIT, late)
+    timer.daemon = True
+    timer.start()
+    try:
+        from mpi4py import MPI
+
+        channel: Channel[Any] = Channel(MPI)
+        channel.world.Barrier()
+    except ImportError as error:
+        raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/bare-metal.md") from error
+    finally:
+        timer.cancel()
+    started = next((os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ), "1")
+    if channel.world.Get_size() == 1 and started != "1":
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        raise UsageError(
+            f"mpirun has started {started} ranks, and mpi4py is alone in its world: it has opened {library}, which is "
+            "another MPI than mpirun's",
+            "put the directory of mpirun's own libmpi first on LD_LIBRARY_PATH, or use the mpirun of that library",
+        )
+    return channel
+
+
+def leave_world(channel: Channel[Any], all_there: bool, status: int) -> NoReturn:
+    """End this rank: with the others, or, if some are gone, by ending what is left of the world."""
+    end_descendants(0.5)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if channel.rank == 0:
+        exit_status_relay.tell(status)
+    if not all_there or not channel.close(PART):
+        channel.world.Abort(status or 1)
+    if "Open MPI" in channel.mpi.Get_library_version():
+        channel.mpi.Finalize()  # or else it takes the end of the process for a crash
+    os._exit(status)  # MPICH needs no more than that, and over UCX it may never come back from Finalize

@@ -1,0 +1,157 @@
+"""The estimate as lines to read, phase by phase, with shared GPUs (--colocate) turn by turn, and a warning or an error
+where a GPU cannot hold it, with what to change.
+
+Invariants: what does not fit whatever the allowances are is an error; a turn holds what `hpcrl.weights.colocation`
+allows to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
+from hpcrl.models.family import Config, Family
+from hpcrl.planning.memory.engine import EngineTerms, engine_terms, share, utilization
+from hpcrl.planning.memory.fits import Misfit, misfit
+from hpcrl.planning.memory.host_fits import HOST, host_misfit, on_host
+from hpcrl.planning.memory.parameters import adapter_parameters
+from hpcrl.planning.memory.training import GIB, STATE, MemoryTerms, fullest_rank, most_resumed
+
+GPU = 80.0  #: GiB of a GPU where nothing else is said
+
+
+def memory_lines(
+    options: Options, family: Family, config: Config, gpu: float = GPU, host: float | None = None
+) -> Iterator[str]:
+    """Memory of trainer and engine per GPU of `gpu` GiB, and per host; warnings last.
+
+    Args:
+        host: GiB of a host, if that is known: then `refuse_misfit` says that it is too little.
+    """
+    trainer = fullest_rank(options, family, config)
+    engine = engine_terms(options, family, config, gpu * GIB) if options.num_engines else None
+    yield f"memory, GiB (estimated; docs/memory.md), of {gpu:g} a GPU"
+    of = f" of stage {trainer.stage}" if options.pipeline_model_parallel_size > 1 else ""
+    yield f"  trainer rank{of}: {trainer.total / GIB:.1f} in {trainer.fullest}"
+    yield f"    always: {_sum({name: trainer.gpu[name] for name in STATE})}"
+    if options.lora_rank:
+        mine = {"weights": trainer.adapter, **{name: trainer.gpu[name] for name in ("gradients", "optimizer")}}
+        number = adapter_parameters(options, family, config) / 1e6
+        yield f"    of it the adapter: {_sum(mine)}; {number:,.0f} million parameters on all ranks"
+    yield f"    for a time: {_each({name: size for name, size in trainer.gpu.items() if name not in STATE})}"
+    yield f"    by phase: {_each(trainer.phases)}"
+    if engine:
+        yield f"  GPU of an engine: {_sum(engine.gpu)}"
+        if (mine := share(options, family, config, gpu * GIB)) < (own := utilization(options)):
+            yield (
+                f"    it is started with --vllm-gpu-memory-utilization {mine:.2f}, not vLLM's own {own:g}, "
+                "so that a weight update fits as well"
+            )
+        yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} samples of full length at once"
+    if engine and options.takes_turns:
+        yield f"  of both on one GPU while {_each(turns(options, trainer, engine))}"
+    taken = on_host(options, trainer, engine)
+    yield f"  host, for {options.actor_num_gpus_per_node} ranks: {_sum(taken)}"
+    if (resumed := most_resumed(options, family, config)) > gpu * GIB and options.bf16:
+        yield (
+            f"warn: a run that resumes takes {resumed / GIB:.0f} of {gpu:g} GiB while Transformer Engine's "
+            "Adam is loaded (docs/memory.md)"
+        )
+    if host is None and (lacks := host_misfit(options, family, config, gpu, HOST)):
+        yield f"warn: {lacks.what}: {advice(lacks, 'hosts')}, or give --host-memory if hosts have more"
+    found = misfit(options, family, config, gpu)
+    if found and not found.certain:
+        yield f"warn: {found.what}; without allowances for CUDA and NCCL it fits: {advice(found)}"
+    yield from warnings(options, trainer, engine, gpu)
+
+
+def refuse_misfit(options: Options, family: Family, config: Config, gpu: float, host: float | None = None) -> None:
+    """Raise UsageError if a trainer rank cannot fit `gpu` GiB, whatever the allowances are, or all of a host's `host`
+    GiB."""
+    found = misfit(options, family, config, gpu)
+    if found and found.certain:
+        raise UsageError(f"{found.what} (docs/memory.md)", advice(found))
+    if host is not None and (found := host_misfit(options, family, config, gpu, host)):
+        raise UsageError(f"{found.what} (docs/memory.md)", advice(found, "hosts"))
+
+
+def advice(found: Misfit, of: str = "GPUs") -> str:
+    """What makes it fit."""
+    return f"give {found.change}" if found.change else f"no flag makes it fit: give the trainer more {of}"
+
+
+def _sum(terms: Mapping[str, float]) -> str:
+    parts = " + ".join(f"{name} {value / GIB:.1f}" for name, value in terms.items() if abs(value) >= 0.05 * GIB)
+    return f"{sum(terms.values()) / GIB:.1f} = {parts}" if parts else f"{sum(terms.values()) / GIB:.1f}"
+
+
+def _each(terms: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {value / GIB:.1f}" for name, value in terms.items())
+
+
+def warnings(options: Options, trainer: MemoryTerms, engine: EngineTerms | None, gpu: float) -> Iterator[str]:
+    """What cannot fit, and what to change."""
+    if engine and engine.gpu["KV cache"] <= 0:
+        yield "warn: the model's weights do not fit into the engine's share; raise --rollout-num-gpus-per-engine"
+    elif engine and engine.at_once < 1:
+        yield (
+            "warn: an engine's KV cache does not hold one sample of full length; raise --rollout-num-gpus-per-engine "
+            "or --vllm-gpu-memory-utilization"
+        )
+    if engine and not options.takes_turns:
+        yield from _warn_of_update(options, engine, gpu)
+    elif engine and trainer.total <= gpu * GIB:
+        yield from _warn_of_sharing(options, turns(options, trainer, engine), engine, gpu)
+
+
+def _warn_of_update(options: Options, engine: EngineTerms, gpu: float) -> Iterator[str]:
+    """A weight update that does not fit next to the engine's share."""
+    update = engine.gpu["weight update"]
+    mine = engine.total - engine.gpu["weight update"]
+    if engine.gpu["KV cache"] <= 0 or mine + update <= gpu * GIB:
+        return
+    room = (gpu * GIB - update) / (gpu * GIB)
+    yield (
+        f"warn: a weight update takes {update / GIB:.1f} GiB of an engine's GPU outside its share of {mine / GIB:.0f} "
+        f"of {gpu:g}; lower --vllm-gpu-memory-utilization to {int(100 * room) / 100:.2f} or less"
+    )
+
+
+def _warn_of_sharing(options: Options, taken: Mapping[str, float], engine: EngineTerms, gpu: float) -> Iterator[str]:
+    """The turn that one GPU cannot hold, and what to change."""
+    turn = max(taken, key=lambda name: taken[name])
+    over = taken[turn] - gpu * GIB
+    if over <= 0:
+        return
+    what = f"warn: while {turn}, trainer and engine on one GPU take {taken[turn] / GIB:.0f} of {gpu:g} GiB"
+    stays = [
+        flag for flag, kept in (("train", not options.offloads_train), ("rollout", not options.sleep_level)) if kept
+    ]
+    if stays:
+        yield f"{what}; leave out {' and '.join(f'--no-offload-{flag}' for flag in stays)}"
+    elif turn == SAMPLES and over < engine.gpu["KV cache"]:
+        room = (gpu * GIB - (taken[turn] - engine.total) - engine.gpu["weight update"]) / (gpu * GIB)
+        yield f"{what}; lower --vllm-gpu-memory-utilization to {int(100 * room) / 100:.2f} or less"
+    else:
+        yield f"{what}; raise --tensor-model-parallel-size or --rollout-num-gpus-per-engine"
+
+
+#: what a sleeping vLLM keeps on a GPU: not computed, an allowance for its CUDA context, NCCL and graphs
+ASLEEP = 2 * GIB
+TRAINS = "the trainer trains"
+SAMPLES = "the engines sample"
+UPDATES = "weights are updated"
+OWN = ("weights", "gradients", "optimizer")  #: what --offload-train takes off the GPU
+
+
+def turns(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> dict[str, float]:
+    """Bytes on one GPU while ..., by turn."""
+    state = sum(trainer.gpu[name] for name in OWN)
+    kept = trainer.allowed + trainer.gpu["update buffers"]
+    stays = kept + (0.0 if options.offloads_train else state)
+    exports = kept + trainer.gpu["weight update"]
+    exports += trainer.gpu["weights"] if options.offloads_train else state
+    asleep = ASLEEP if options.sleep_level else engine.total
+    loads = ASLEEP + engine.gpu["weights"] + engine.gpu["weight update"] if options.sleep_level else engine.total
+    return {TRAINS: trainer.total + asleep, SAMPLES: engine.total + stays, UPDATES: exports + loads}

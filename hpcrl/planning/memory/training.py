@@ -1,0 +1,254 @@
+"""Bytes that a trainer rank takes, term by term: a pure function of config.json, the layout and the settings.
+
+Formulas and their sources: docs/memory.md; tests/planning/memory/test_device_bytes.py counts the same on a device that
+knows shapes alone.
+
+Invariant: of all pipeline stages, the one that takes most is reported; a term is never negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.models.family import Config, Family, tied
+from hpcrl.planning.memory.activations import activation_bytes, logits_bytes, weight_bytes
+from hpcrl.planning.memory.host import FP32, STATES, converted, host_bytes, offloaded, own, pinned
+from hpcrl.planning.memory.nccl import nccl_bytes, pieces_from_gpu
+from hpcrl.planning.memory.parameters import Count, Layout, halved_on_stage, largest_adapted, on_stage, sizes_on_stage
+from hpcrl.trainer.lora import base_digest
+from hpcrl.trainer.lora.serving import served_as
+
+GIB = 1024**3
+#: bytes of a CUDA context and the libraries' workspaces: not computed, an allowance
+CUDA = 2 * GIB
+#: elements that are coded in FP8 at once, as `hpcrl.weights.fp8` has it, which a login node need not be able to import
+BAND = 1 << 22
+#: bytes that the digest of an adapter's base makes of a number: its bits in int64, and their square
+DIGEST = 16.0
+#: what is an allowance, and not computed from the model
+ALLOWANCES = ("CUDA", "NCCL")
+#: what is there in every phase
+STATE = ("weights", "gradients", "optimizer", "update buffers", *ALLOWANCES)
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class MemoryTerms:
+    """Bytes on the GPU of one rank, by what takes them, and on the host for it.
+
+    Attributes:
+        away: of its weights and optimizer on the host, while they are not on the GPU.
+        adapter: of the weights, what an adapter has.
+    """
+
+    gpu: Mapping[str, float]
+    host: Mapping[str, float]
+    stage: int
+    away: float
+    adapter: float = 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Bytes on the GPU in each phase of a step: what stays, and the phase's own."""
+        stays = sum(self.gpu[name] for name in STATE)
+        own = {
+            "start": self.gpu["start"] - self.gpu["update buffers"],  # which come with the first update
+            "log-probs": max(self.gpu["one layer"], self.gpu["logits"]),
+            "forward and backward": self.gpu["activations"] + max(self.gpu["one layer"], self.gpu["logits"]),
+            "optimizer step": self.gpu["step"],
+            "weight update": self.gpu["weight update"],
+            "save": self.gpu["save"],
+        }
+        return {name: stays + value for name, value in own.items()}
+
+    @property
+    def resumed(self) -> float:
+        """While a checkpoint is loaded into Transformer Engine's Adam."""
+        more = max(0.0, self.gpu["loaded states"] - self.gpu["start"])
+        return self.phases["start"] + more
+
+    @property
+    def total(self) -> float:
+        """Of the phase that takes most."""
+        return max(self.phases.values())
+
+    @property
+    def fullest(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def allowed(self) -> float:
+        """What of it is an allowance."""
+        return sum(self.gpu[name] for name in ALLOWANCES)
+
+
+def fullest_rank(options: Options, family: Family, config: Config) -> MemoryTerms:
+    """The terms of a rank on the pipeline stage that takes most."""
+    layout = Layout.of(options, family.transformer(config)["num_layers"])
+    return max(
+        (rank_on(options, family, config, layout, stage) for stage in range(layout.pp)), key=lambda terms: terms.total
+    )
+
+
+def most_resumed(options: Options, family: Family, config: Config) -> float:
+    """Bytes of a rank whose run resumes, on the stage where that is most: another one, perhaps, than the fullest."""
+    layout = Layout.of(options, family.transformer(config)["num_layers"])
+    return max(rank_on(options, family, config, layout, stage).resumed for stage in range(layout.pp))
+
+
+def _embedding_copy(options: Options, config: Config, layout: Layout, stage: int) -> float:
+    """What layers that predict further tokens need of an embedding that another stage has."""
+    last = 0 < stage == layout.pp - 1
+    rows = -(-config["vocab_size"] // layout.tp) if options.trained_heads and last and not tied(config) else 0
+    return rows * config["hidden_size"] * weight_bytes(options)
+
+
+def rank_on(options: Options, family: Family, config: Config, layout: Layout, stage: int) -> MemoryTerms:
+    """The terms of a rank on one pipeline stage."""
+    count = on_stage(family, config, layout, stage, options.megatron)
+    fields = family.transformer(config)
+    models = [count]
+    if needs(options).critic:  # a model in addition to the policy, without layers that predict further tokens
+        critic = on_stage(family, config, replace(layout, heads=0), stage, options.megatron)
+        models.append(critic if layout.lora is None else replace(critic, fixed=0))  # over the same weights
+    kept, passing = activation_bytes(options, family, config, layout, stage)
+    sizes = list(sizes_on_stage(family, config, layout, stage, options.megatron))
+    stepped = max(sizes) if layout.lora is None else count.trained
+    halved = halved_on_stage(family, config, layout, stage, options.megatron)
+    if layout.lora is not None and not (options.load or options.ref_load):
+        halved = 0  # a Hugging Face directory is read tensor by tensor, and checkpoints hold no weights
+    gpu = {
+        "weights": sum(model.all for model in models) * weight_bytes(options)
+        + _embedding_copy(options, config, layout, stage),
+        "gradients": sum(model.trained for model in models) * gradient_bytes(options),
+        "optimizer": sum(optimizer_bytes(options, model, layout) for model in models),
+        "activations": kept,
+        "one layer": passing,
+        "logits": (1 + options.trained_heads) * logits_bytes(options, config, layout) * (stage == layout.pp - 1),
+        "update buffers": kept_buffers(options),
+        "weight update": update_bytes(options, config, fields),
+        "save": save_bytes(options, count, layout),
+        "start": start_bytes(options, count, layout, halved),
+        "loaded states": renewed_bytes(options, count, layout),
+        "step": step_bytes(options, min(stepped, max(sizes))),
+        "CUDA": float(CUDA),
+        "NCCL": nccl_bytes(options),
+    }
+    away = gpu["weights"] + gpu["optimizer"]
+    adapter = 0.0
+    if layout.lora is not None:
+        if served_as(options, family, config) == "merged":
+            largest = largest_adapted(family, config, layout, stage, options.megatron)
+            gpu["weight update"] = merging_bytes(options, largest, gpu["weight update"])
+        gpu["start"] = max(gpu["start"], digest_bytes(max(sizes)))
+        if len(models) > 1:  # a critic has weights of its own until it takes the policy's
+            gpu["start"] += count.fixed * weight_bytes(options)
+        base = [size * weight_bytes(options) for size in sizes]  # each a block; what is trained lies in large ones
+        away += sum(pinned(size) - size for size in base)
+        adapter = float(sum(model.trained for model in models) * weight_bytes(options))
+    return MemoryTerms(gpu, host_bytes(options, models, layout, sizes), stage, away, adapter)
+
+
+# ---- what the model's size decides
+
+
+def gradient_bytes(options: Options) -> int:
+    """Bytes of one element of Megatron's gradient buffers: fp32 unless --grad-reduce-in-bf16."""
+    return 4 if options.megatron.get("grad_reduce_in_fp32", True) else weight_bytes(options)
+
+
+def optimizer_bytes(options: Options, count: Count, layout: Layout) -> float:
+    """On the GPU: full-precision weights and Adam's two moments of what a rank updates there."""
+    told = options.megatron
+    careful = told.get("use_precision_aware_optimizer", False)
+    moments = (
+        0 if told.get("optimizer") == "sgd" else sum(_moment(told, name, careful) for name in ("exp_avg", "exp_avg_sq"))
+    )
+    master = 4 if options.bf16 else 0  # in fp32 the weights themselves
+    mine = own(options, count, layout)
+    share = offloaded(options)
+    if share:  # the two halves keep their states alike, the one here too
+        return mine * ((1 - share) * STATES + (0 if careful else share * FP32))
+    return mine * (master + moments)
+
+
+def step_bytes(options: Options, largest: int) -> float:
+    """What torch's Adam makes of the largest parameter as it takes a step; of one that takes it on the host, a copy on
+    its way."""
+    if converted(options):  # Transformer Engine's Adam
+        return 0.0
+    return (4.0 if offloaded(options) else 8.0) * largest
+
+
+def start_bytes(options: Options, count: Count, layout: Layout, halved: int) -> float:
+    """More than weights, gradients and optimizer, while a model is made and a checkpoint is loaded, at most.
+
+    Megatron copies the weights into its own buffers before there is an optimizer, a virtual stage at a time; and puts
+    what a checkpoint holds in two tensors together, all of it before it is copied to where it belongs.
+    """
+    copied = 0.0
+    if options.megatron.get("use_distributed_optimizer", True):
+        copied = count.trained * weight_bytes(options) / layout.virtual_stages
+    return max(copied - optimizer_bytes(options, count, layout), float(halved * weight_bytes(options)))
+
+
+def digest_bytes(largest: int) -> float:
+    """What the digest of an adapter's base takes: of so many numbers of a tensor at once, of which the `largest` has
+    all or more."""
+    return DIGEST * min(base_digest.BAND, largest)
+
+
+def renewed_bytes(options: Options, count: Count, layout: Layout) -> float:
+    """New states, in fp32, that Transformer Engine's Adam makes of those that are loaded; of the weights in full
+    precision only with --use-precision-aware-optimizer, else they are Megatron's own."""
+    if offloaded(options):
+        return 0.0
+    return own(options, count, layout) * (STATES if converted(options) else STATES - FP32)
+
+
+def save_bytes(options: Options, count: Count, layout: Layout) -> float:
+    """Of moments in fewer bits Transformer Engine's Adam makes fp32 ones, all at once, before one is copied."""
+    told = options.megatron
+    few = [name for name in ("exp_avg", "exp_avg_sq") if _moment(told, name, True) < FP32]
+    if not converted(options) or not few:
+        return 0.0
+    return FP32 * len(few) * own(options, count, layout)
+
+
+def _moment(told: Mapping[str, Any], name: str, careful: bool) -> int:
+    return _BYTES.get(str(told.get(f"{name}_dtype", "fp32")), 4) if careful else 4
+
+
+def update_bytes(options: Options, config: Config, fields: Mapping[str, Any]) -> float:
+    """In addition to the buffers that are there all the time.
+
+    In pieces, what a band of a tensor is coded in where engines serve FP8. A gathered update has the largest tensor
+    whole in addition to its parts, and sends out of host memory.
+    """
+    if pieces_from_gpu(options):
+        return 16.0 * BAND if config.get("quantization_config") else 0.0
+    largest = fields["hidden_size"] * max(config["vocab_size"], 2 * fields["ffn_hidden_size"])
+    return 2.0 * largest * weight_bytes(options)
+
+
+def merging_bytes(options: Options, largest: int, sent: float) -> float:
+    """What an update takes that brings weights with the adapter added in: the matrix, the product and their sum in
+    fp32; or the matrix that was made last, and what sending it takes.
+
+    Args:
+        largest: elements of the largest matrix with an adapter.
+        sent: bytes.
+    """
+    item = weight_bytes(options)
+    made = 3 * FP32 if item < FP32 else 2 * FP32  # fp32 weights are added to as they are
+    return max(float(made * largest), item * largest + sent)
+
+
+def kept_buffers(options: Options) -> float:
+    """What a rank sends pieces from, which it keeps from one update to the next (`weights/pieces/piece_sender.py`)."""
+    return float(options.update_weight_buffer_size) if pieces_from_gpu(options) else 0.0

@@ -1,0 +1,119 @@
+"""A process that hands an engine's settings to vLLM's own config classes: `python -m
+hpcrl.planning.rehearsal.engine_process DIRECTORY`, with the options in DIRECTORY/options.json; what vLLM says is in
+DIRECTORY/engine.json.
+
+Invariant: no server, worker or GPU is asked; what only they could judge is left out, and named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.config.options import Options
+from hpcrl.engine.multi_node import MEETING
+from hpcrl.errors import HpcrlError
+from hpcrl.planning.rehearsal.library_errors import explained, flags_of
+from hpcrl.planning.rehearsal.reports import EngineReport
+from hpcrl.utils.untrusted_files import read_regular
+
+#: fields that vLLM judges by the machine it is on, or that name the machine
+OF_MACHINE = {
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "enable_sleep_mode",
+    "worker_extension_cls",
+    "weight_transfer_config",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "distributed_executor_backend",
+    "attention_backend",
+    "attention_config",
+    "moe_backend",
+    "all2all_backend",
+    "enable_dbo",
+    "compilation_config",
+    "enable_return_routed_experts",  # which runner vLLM takes for it depends on Triton and the platform
+}
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+#: of the errors of pydantic, what vLLM itself has said
+SAID = re.compile(r"Value error, (.*?)(?: \[type=| For further|$)")
+
+
+def main(argv: list[str]) -> int:
+    """Write what vLLM says of the engine of the options."""
+    directory = Path(argv[0])
+    options = Options.model_validate_json(read_regular(directory / "options.json"))
+    os.environ.update(ENVIRONMENT | {MEETING: "1,2"})
+    try:
+        report = judged(options)
+    except HpcrlError as error:
+        report = EngineReport(error=error.what, hint=error.hint or "")
+    except ImportError as error:
+        report = EngineReport(absent=str(error))
+    except Exception as error:  # noqa: BLE001  (told to the user)
+        what, hint = told(error, options)
+        report = EngineReport(error=what, hint=hint)
+    (directory / "engine.json").write_bytes(msgspec.json.encode(report))
+    return 0
+
+
+def judged(options: Options) -> EngineReport:
+    """What vLLM makes of the settings; raises what it refuses them with."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.models import registry
+
+    # a process of its own for the model's class keeps CUDA out of this one, which there is none of here
+    registry._run_in_subprocess = lambda look: look()
+    given = settings(options, {field.name for field in fields(AsyncEngineArgs)})
+    left = tuple(sorted(OF_MACHINE & options.vllm.keys()))
+    kept = {name: value for name, value in given.items() if name not in OF_MACHINE}
+    more = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 30}
+    config = AsyncEngineArgs(**(more | kept)).create_engine_config()
+    parallel = config.parallel_config
+    return EngineReport(
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        data=parallel.data_parallel_size,
+        longest=config.model_config.max_model_len,
+        quantization=str(config.model_config.quantization or ""),
+        left_out=left,
+    )
+
+
+def settings(options: Options, known: set[str]) -> dict[str, Any]:
+    """The fields of vLLM's that the first engine is started with on a GPU."""
+    from hpcrl.engine.server_settings import Build, build, flags
+    from hpcrl.plan import local_hosts, make_plan
+
+    plan = make_plan(options, local_hosts(options), "rehearsal")
+    found = flags(options, plan, 0, 0, Build(build().version, False))
+    return {name: value for name, value in found.items() if name in known}
+
+
+def told(error: Exception, options: Options) -> tuple[str, str]:
+    """(what vLLM says without pydantic's words around it, the flags that it is about)"""
+    text = " ".join(str(error).split())
+    own = SAID.search(text)
+    if own is None:
+        return explained(error, options)
+    flags = flags_of(own[1].replace(" ", "_") + " " + own[1], options)
+    return f"vLLM refuses it: {own[1]}", f"it is about {', '.join(flags)}" if flags else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""What a tracker is sent of a stage of a run: options, the metrics since the last time, samples, the report.
+
+    RUN/sync.json     tracker -> stage -> time of the last record that was sent
+    RUN/sync.lock     locked by the process that sends (`sending.py`)
+
+Invariants: a record is counted as sent after the tracker has taken it, so that one that fails is sent again; of the run
+these two alone are written here, whatever files a tracker keeps; no value of an environment variable, of an option that
+is named like a secret or of a password in an address is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.report.metrics import number, read_metrics
+from hpcrl.report.run_files import Run, StageFiles, load_json
+from hpcrl.report.sample_records import read_looks, steps_of
+from hpcrl.report.trackers.sending import sending
+from hpcrl.run.rundir import write_atomic
+from hpcrl.run.started_runs import read_recipe_file
+from hpcrl.utils.plugins import PluginFolder
+
+TRACKERS = PluginFolder(Path(__file__).parent, "send")
+SENT = "sync.json"
+SAMPLES = 32  #: of the last step, in the table of samples
+HIDDEN = ("train_env_vars",)  #: options whose values are environment variables
+SECRET = re.compile(r"(^|_)(token|secret|password|api_key)s?$", re.IGNORECASE)
+PASSWORD = re.compile(r"://[^/@\s]+@")  #: and user, in an address
+COLUMNS = ("step", "prompt", "response", "label", "reward")
+
+
+@dataclass(frozen=True)
+class TrackedStage:
+    """What is sent of one stage.
+
+    Attributes:
+        project: what the tracker groups runs by: the recipe's name.
+        name: the run's, with its stage.
+        identity: the same for the same stage each time it is sent.
+        options: the resolved options, values of JSON.
+        rows: (steps done, metric -> value), ascending.
+        samples: rows of COLUMNS.
+        report: a page about the run; None if there is none.
+    """
+
+    root: Path
+    project: str
+    name: str
+    identity: str
+    options: Mapping[str, Any]
+    rows: list[tuple[int, dict[str, float]]]
+    samples: list[list[Any]]
+    report: Path | None
+
+
+def sync(run: Run, tracker: str, report: Path | None) -> Iterator[tuple[str, int, str]]:
+    """Send what is new of every stage; yields (name, records, where it can be looked at) of each.
+
+    Raises:
+        UsageError: for a tracker that there is not, or that is not installed.
+        HpcrlError: if it refuses what it is sent, or another process is sending the run.
+    """
+    if tracker not in TRACKERS:
+        raise UsageError(f"--to {tracker} is not a tracker", TRACKERS.hint(tracker))
+    needed = TRACKERS.literals(tracker, {"NEEDS": (tracker,)})["NEEDS"]
+    if lacking := [name for name in needed if not _installed(name)]:
+        raise UsageError(f"{', '.join(lacking)} is not installed here", f"pip install 'hpcrl[{tracker}]'")
+    send = importlib.import_module(f"hpcrl.report.trackers.{tracker}").send
+    with sending(run.root):
+        sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
+        for stage in run.stages:
+            before = sent.get(tracker, {}).get(stage.name, 0.0)
+            rows = [row for row in read_metrics(stage.root / "metrics.jsonl") if _time(row) > before]
+            if not rows:
+                continue
+            found = _tracked(run, stage, rows, report)
+            try:
+                place = send(found)
+            except Exception as error:
+                raise HpcrlError(f"{tracker} has not taken {found.name}: {type(error).__name__}: {error}") from error
+            sent.setdefault(tracker, {})[stage.name] = max(map(_time, rows))
+            write_atomic(run.root / SENT, msgspec.json.encode(sent))
+            yield found.name, len(rows), place
+
+
+def _installed(name: str) -> bool:
+    """Whether the package is there, and not only a directory of that name, such as what it has written."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A value of the options, as far as others may see it."""
+    if isinstance(value, dict):
+        hidden = name in HIDDEN
+        return {key: "..." if hidden else without_secrets(item, key) for key, item in value.items()}
+    if SECRET.search(name) and isinstance(value, str):
+        return "..."
+    if isinstance(value, list):
+        return [without_secrets(item, name) for item in value]
+    return PASSWORD.sub("://...@", value) if isinstance(value, str) else value
+
+
+def _time(row: Mapping[str, Any]) -> float:
+    return row["time"] if number(row.get("time")) else 0.0
+
+
+def _tracked(run: Run, stage: StageFiles, rows: list[dict[str, Any]], report: Path | None) -> TrackedStage:
+    options = without_secrets(load_json(stage.root / "options.json", dict[str, Any], run.notes) or {})
+    name = f"{run.root.name}/{stage.name}" if stage.name else run.root.name
+    values = [(row["rollout_id"] + 1, _numbers(row)) for row in rows]
+    identity = hashlib.sha256(f"{_identity(run.root)}/{stage.name}".encode()).hexdigest()[:16]
+    project = str(options.get("name") or "hpcrl")
+    return TrackedStage(stage.root, project, name, identity, options, sorted(values, key=lambda pair: pair[0]),
+                        _samples(stage), report)  # fmt: skip
+
+
+def _identity(root: Path) -> str:
+    """The run's own, wherever its directory is."""
+    try:
+        return read_recipe_file(root).identity
+    except HpcrlError:
+        return str(root)
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if name not in ("rollout_id", "time") and number(value)}
+
+
+def _samples(stage: StageFiles) -> list[list[Any]]:
+    """The first samples of the last step."""
+    found: list[list[Any]] = []
+    for step in steps_of(stage.root)[-1:]:
+        for look in read_looks(stage.root, step):
+            record = look.record
+            found.append([step, str(record.prompt), record.response, str(record.label), record.reward])
+            if len(found) == SAMPLES:
+                break
+    return found

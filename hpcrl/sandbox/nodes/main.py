@@ -1,0 +1,106 @@
+"""The sandbox role: the boxes of one node, for every process of the rollouts.
+
+    python -m hpcrl.sandbox.nodes.main RUN --attempt N --index I [--incarnation K]
+
+Invariants: a node that can make no box says why before the run begins; when this process ends, however, no box is left
+and nothing that ran in one (`hpcrl.sandbox.spawner`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+from hpcrl.errors import HpcrlError
+from hpcrl.run.peers import SandboxPeer, publish
+from hpcrl.run.process import die_with_parent
+from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.sandbox import SandboxPool, Unconfined
+from hpcrl.sandbox.kinds.choose import chosen
+from hpcrl.sandbox.nodes.server import SandboxServer
+from hpcrl.transport.auth import server_keys
+
+NICE = 5  #: boxes give way to engines and trainers of the same node
+
+
+def keep_to_processors(wanted: int | None) -> int:
+    """Have this process, and all boxes, run on the last `wanted` of its processors; how many it has then.
+
+    Raises:
+        HpcrlError: if there are fewer.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if wanted is None:
+        return len(allowed)
+    if wanted > len(allowed):
+        raise HpcrlError(
+            f"--sandbox-cpus {wanted}: this node gives the run {len(allowed)}", "give fewer, or more cpus_per_node"
+        )
+    os.sched_setaffinity(0, allowed[-wanted:])
+    return wanted
+
+
+class _SandboxRole:
+    """One incarnation of a node's sandboxes.
+
+    Attributes:
+        up: it has served: what ends it from then on is the loss of a node, and no error of the run.
+    """
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        self.up = context.incarnation > 0
+
+    def record(self, message: str) -> None:
+        if not self.up:
+            self.context.rundir.fail("sandbox", self.context.index, message, HpcrlError.__name__)  # as any role's own
+
+    async def serve(self) -> None:
+        """Serve until SIGTERM comes.
+
+        Raises:
+            HpcrlError: if no box can be made here.
+        """
+        options, place = self.context.options, self.context.plan.sandboxes[self.context.index]
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+        warm, most, reach = options.sandbox_warm, options.sandbox_most, options.sandbox_hosts
+        pool = SandboxPool(warm, most, kind=options.sandbox_kind, reach=reach)
+        try:
+            await pool.prepare(max(options.sandbox_warm, 1))
+        except Unconfined as error:
+            raise HpcrlError(
+                f"host {place.host}: {error.what}", error.hint or "hpcrl doctor there says more"
+            ) from error
+        server = SandboxServer(server_keys(self.context.rundir, "sandboxes"), pool, say)
+        port = server.start(place.at)
+        peer = SandboxPeer(host=place.at, port=port, incarnation=self.context.incarnation)
+        publish(self.context.rundir, peer, self.context.index)
+        self.up = True
+        kind = chosen(options.sandbox_kind)
+        say(f"sandboxes of the kind {kind} are served on {place.at}:{port}, {options.sandbox_most} at once")
+        try:
+            await stopped.wait()
+        finally:
+            done = pool.counts()
+            say(f"{done.handed_out} sandboxes were handed out, {done.lost} lost; {done.seconds:.0f} s in use")
+            await server.close()
+
+
+def main() -> int:
+    die_with_parent()
+    context = open_role()
+    role = _SandboxRole(context)
+
+    def body() -> None:
+        keep_to_processors(context.options.sandbox_cpus)
+        os.nice(NICE)
+        asyncio.run(role.serve())
+
+    return act("sandbox", context, context.index, body, record=role.record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

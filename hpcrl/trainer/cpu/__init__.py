@@ -1,0 +1,1 @@
+"""What only trainer ranks on CPUs use."""

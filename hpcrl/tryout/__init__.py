@@ -1,1 +1,0 @@
-"""`hpcrl try`: prompts, responses and rewards of a recipe, of which nothing is trained."""

@@ -1,1 +1,0 @@
-"""Names and files of adapters."""

@@ -1,0 +1,62 @@
+"""`hpcrl launch` under an mpirun on this machine alone: Open MPI's wheel of `make env`, or the machine's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.able import find_mpirun, needs
+from tests.support.runs import SFT, all_gone, metrics, recipe
+
+pytestmark = [pytest.mark.process, pytest.mark.core, needs("mpirun")]
+RANKS = {"actor_num_gpus_per_node": 2, "rank_launcher": "ranks"}
+ENV = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def hpcrl(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpcrl", *map(str, words)],
+        env=os.environ | ENV | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_a_rank_for_each_slot_of_this_machine(tmp_path: Path, task: Path) -> None:
+    """The MPI ranks are the trainer ranks, one for each slot of the hostfile."""
+    agent = tmp_path / "agent"  # in place of ssh: the command runs here
+    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    agent.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{socket.gethostname()} slots=2\n")
+    words = ["--hostfile", hosts, "--mpirun", find_mpirun(), "--agent", agent]
+    path = recipe(tmp_path, task, **(SFT | RANKS | {"num_rollout": 4}))
+    root = tmp_path / "run"
+    done = hpcrl("launch", path, *words, "--run-dir", root)
+    assert done.returncode == 0, done.stderr
+    assert f"1 hosts: {socket.gethostname()} (2 slots)" in done.stdout + done.stderr
+    assert list(metrics(root)) == list(range(4))
+    plan = json.loads((root / "attempts/0/plan.json").read_text())
+    assert len(plan["trainers"]) == 2
+    assert json.loads((root / "job.json").read_text())["scheduler"] == "mpirun"
+    assert all_gone(root, [])
+
+
+def test_the_library_of_another_mpi_is_named(tmp_path: Path) -> None:
+    """Each rank is a world of its own where mpi4py has not opened the library of the mpirun that started it."""
+    code = "from hpcrl.launch.mpi.rank_main import join_world; join_world()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | ENV | {"PMI_SIZE": "3"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert "has started 3 ranks" in done.stderr and "opened Open MPI" in done.stderr, done.stderr

@@ -1,1 +1,0 @@
-"""hpcrl try, and a conversation with a checkpoint."""
