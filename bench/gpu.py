@@ -119,7 +119,7 @@ def trained(model: Path, gpu: bool, rounds: int) -> list[float]:
     from bench import trainer as bench
     from hpcrl.doctor.selftest.rank import device_alone
     from hpcrl.doctor.selftest.trainer_model import alone_options, load
-    from hpcrl.models.convert.to_torch_dist import alone
+    from hpcrl.trainer.checkpoint.to_torch_dist import alone
     from hpcrl.trainer.step import train_batch
 
     store = alone()

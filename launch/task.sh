@@ -45,7 +45,7 @@ boxes)
     ;;
 doctor)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.doctor.one_node "$@" --host "$host"
+    exec "$HPCRL_PYTHON" -m hpcrl.launch.node_checks.one_node "$@" --host "$host"
     ;;
 selftest)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi

@@ -33,9 +33,9 @@ ENDED = {
         "config/slime/launcher.py",
         "process.communicate(input=text)",
     ): "the sandbox ends all that it holds when its time is over",
-    ("doctor/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
-    ("doctor/one_node.py", "key.data.accept()"): READY,
-    ("doctor/one_node.py", "process.communicate()"): "the process was killed in the line before",
+    ("launch/node_checks/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
+    ("launch/node_checks/one_node.py", "key.data.accept()"): READY,
+    ("launch/node_checks/one_node.py", "process.communicate()"): "the process was killed in the line before",
     ("engine/pieces/piece_receiver.py", "arriving.wait()"): OWN,
     (
         "engine/pieces/piece_receiver.py",

@@ -13,7 +13,7 @@ from hpcrl.utils.arguments import declare
 
 #: conversion -> the module whose main(argv) does it
 CONVERSIONS = {
-    "to-torch-dist": "hpcrl.models.convert.to_torch_dist",
+    "to-torch-dist": "hpcrl.trainer.checkpoint.to_torch_dist",
     "to-hf": "hpcrl.models.convert.to_hf",
     "to-fp8": "hpcrl.models.convert.to_fp8",
     "merge-lora": "hpcrl.models.convert.adapter",

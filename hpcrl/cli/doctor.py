@@ -1,7 +1,7 @@
 """`hpcrl doctor`: is everything there that a run needs, before it burns an hour.
 
 On the login node: Slurm, run directory, packages, model.  With --nodes a short job of the same shape as the run
-looks at the nodes as well (hpcrl/doctor/all_nodes.py).
+looks at the nodes as well (hpcrl/launch/node_checks/all_nodes.py).
 
 Invariant: one line for each thing looked at, with its hint; the exit status is 1 if any of them fails; nothing stays
 behind but what the user asked for.
@@ -28,10 +28,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor import directories, packages
-from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.doctor.box_kinds import check_kinds
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.launch.allocation_request import AllocationRequest, Component, make_request, nodes_are_alike
+from hpcrl.launch.node_checks.all_nodes import NodesJob, NodeStep, show
 from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.site_file import FLAGS, find_profile, from_flags
@@ -284,7 +284,9 @@ def job(case: Case, directory: Path) -> str:
     write_atomic(directory / "job.json", msgspec.json.encode(todo))
     if case.site.container.kind != "none":  # a container sees this directory, but perhaps not where hpcrl is installed
         shutil.copytree(shipped("launch"), directory / "launch")
-    command = f"{shlex.quote(batch_python(case.site))} -m hpcrl.doctor.all_nodes {shlex.quote(str(directory))}"
+    command = (
+        f"{shlex.quote(batch_python(case.site))} -m hpcrl.launch.node_checks.all_nodes {shlex.quote(str(directory))}"
+    )
     return _text(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, command, directory)
 
 

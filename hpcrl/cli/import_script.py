@@ -16,10 +16,10 @@ from pathlib import Path
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.rules.sampling import drafts_of_files
 from hpcrl.config.slime.arguments import Translation, translate
-from hpcrl.config.slime.script import RunScript, run_script
 from hpcrl.config.slime.verbatim import broken_rules, name_of, recipe_text, split_arguments, split_program, summary
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
+from hpcrl.sandbox.slime_script import RunScript, run_script
 from hpcrl.utils.plain_text import strip_control
 
 USAGE = """\

@@ -113,7 +113,7 @@ COMMANDS = {
     "run": "hpcrl.cli.run:run",
     "submit": "hpcrl.cli.submit:submit",
     "plan": "hpcrl.cli.plan:plan",
-    "rehearse": "hpcrl.planning.rehearsal.command:rehearse",
+    "rehearse": "hpcrl.cli.rehearse:rehearse",
     "import": "hpcrl.cli.import_script:import_script",
     "launch": "hpcrl.cli.launch:launch",
     "eval": "hpcrl.cli.evaluate:evaluate",

@@ -33,7 +33,7 @@ from hpcrl.launch.preflight import (
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
 from hpcrl.plan import Host, Plan, hosts_kept, local_hosts, make_plan
-from hpcrl.planning.gpu_specs import DEFAULT, named
+from hpcrl.planning.formulas.gpu_specs import DEFAULT, named
 from hpcrl.planning.memory.report import memory_lines, refuse_misfit
 from hpcrl.planning.memory.weight_update import LINK, predict, update_lines
 from hpcrl.rollout.prompts.first_rows import look_at

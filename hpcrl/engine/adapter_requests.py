@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.trainer.lora.serving import NAME, NUMBER
+from hpcrl.models.lora.serving import NAME, NUMBER
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -22,7 +22,7 @@ import numpy as np
 
 from hpcrl.engine.adapter_requests import attach_adapter
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
-from hpcrl.trainer.lora.serving import ENVIRONMENT
+from hpcrl.models.lora.serving import ENVIRONMENT
 from hpcrl.transport.token_frames import ABORT, GENERATE, SampleAnswer, frame, read_names, read_request
 
 if TYPE_CHECKING:

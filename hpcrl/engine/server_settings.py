@@ -22,12 +22,12 @@ from hpcrl.engine.multi_node import node_flags
 from hpcrl.errors import UsageError
 from hpcrl.models.family import find_family, registry
 from hpcrl.models.files.config_json import read_config
+from hpcrl.models.lora.serving import engine_flags, serves_adapter, to_environment
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
-from hpcrl.planning.memory.engine import share, utilization
+from hpcrl.planning.formulas.engine_memory import share, utilization
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
-from hpcrl.trainer.lora.serving import engine_flags, serves_adapter, to_environment
 from hpcrl.utils.cpus import cores
 from hpcrl.weights.route import backend
 
@@ -190,7 +190,7 @@ def _reading(given: Mapping[str, Any]) -> set[str]:
 
 def share_flags(options: Options, gpu_bytes: int) -> dict[str, Any]:
     """The share of a GPU of so many bytes, where vLLM's own leaves no room for a weight update
-    (`hpcrl.planning.memory.engine.share`)."""
+    (`hpcrl.planning.formulas.engine_memory.share`)."""
     config = read_config(options.hf_checkpoint)
     mine = share(options, find_family(config, options.hf_checkpoint), config, gpu_bytes)
     return {"gpu_memory_utilization": mine} if mine < utilization(options) else {}

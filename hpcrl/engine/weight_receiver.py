@@ -28,8 +28,8 @@ from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.vllm_pickles import read_by_list
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, register_receiver
+from hpcrl.models.lora.serving import of_environment
 from hpcrl.run.process import PARENT, die_with_parent
-from hpcrl.trainer.lora.serving import of_environment
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.wire import process_identity, read_join_command
 from hpcrl.weights.worker_calls import AnswerStore, worker_name

@@ -37,6 +37,9 @@ from hpcrl.models.divisions import uncut_gates, undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.files import holds_weights
 from hpcrl.models.files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
+from hpcrl.models.lora.peft import AS_PEFT, check_settings
+from hpcrl.models.lora.peft import CONFIG as ADAPTER_CONFIG
+from hpcrl.models.lora.settings import lora_settings
 from hpcrl.models.model_args import check_model_args
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.models.shared.mtp import check_heads
@@ -45,9 +48,6 @@ from hpcrl.rollout.prompts.first_rows import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER
 from hpcrl.sandbox.kinds.choose import VARIABLE, chosen
 from hpcrl.sandbox.kinds.trial import refusal_of
-from hpcrl.trainer.lora.peft import AS_PEFT, check_settings
-from hpcrl.trainer.lora.peft import CONFIG as ADAPTER_CONFIG
-from hpcrl.trainer.lora.settings import lora_settings
 from hpcrl.utils.installed import version
 
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.models.lora.settings import RECORD
 from hpcrl.run.rundir import listed, write_atomic
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.resume import (
@@ -43,7 +44,6 @@ from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.whole import open_stored
 from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.lora.saved import adapter_record
-from hpcrl.trainer.lora.settings import RECORD
 from hpcrl.trainer.lora.switch import BaseAsReference
 from hpcrl.trainer.lora.values import begin, without_values
 from hpcrl.trainer.megatron.host_memory import HostWeights, weights

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
+from hpcrl.models.files.fp8 import Scheme, scheme_of
+from hpcrl.models.lora.serving import served_as
 from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json
-from hpcrl.trainer.lora.serving import served_as
 from hpcrl.trainer.megatron.hf_weights import export
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.parameter_shards import holdings, part_group
-from hpcrl.weights.fp8 import Scheme, scheme_of
 from hpcrl.weights.pieces.choose_transport import memory_of
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, prepare_values
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory

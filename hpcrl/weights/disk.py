@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.errors import HpcrlError
+from hpcrl.models.files.fp8 import Scheme, Stream, quantized
 from hpcrl.models.files.safetensors_files import INDEX
-from hpcrl.weights.fp8 import Scheme, Stream, quantized
 
 if TYPE_CHECKING:
     import torch

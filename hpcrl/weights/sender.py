@@ -23,12 +23,12 @@ from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLate, Engin
 from hpcrl.engine.membership.http import status
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.models.files.fp8 import Stream, scheme_of
+from hpcrl.models.lora.serving import serves_adapter
 from hpcrl.run.rundir import RunDir
-from hpcrl.trainer.lora.serving import serves_adapter
 from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.comparison import Comparison, Differs, dtype_name
 from hpcrl.weights.disk import DiskUpdate, Written
-from hpcrl.weights.fp8 import Stream, scheme_of
 from hpcrl.weights.pieces.piece_update import PieceUpdate, obstacle
 from hpcrl.weights.pieces.planning import Source, needed_tensors, stranger
 from hpcrl.weights.route import DISK, pieces_obstacle

@@ -15,13 +15,13 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.cli.stop import stop
-from hpcrl.doctor.all_nodes import REPORT, gather
-from hpcrl.doctor.node_records import ALL, NodeRecord, all_records
 from hpcrl.doctor.selftest.registry import Results
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.progress import check_headway, position
 from hpcrl.launch.broken_hosts import broken_hosts
+from hpcrl.launch.node_checks.all_nodes import REPORT, gather
+from hpcrl.launch.node_checks.records import ALL, NodeRecord, all_records
 from hpcrl.report.page.one_run import recipe_text
 from hpcrl.report.run_files import StageFiles
 from hpcrl.report.timeline.node_hours import hosts_of

@@ -20,13 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.cli import doctor
-from hpcrl.doctor import directories, one_node, packages
-from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
+from hpcrl.doctor import directories, packages
 from hpcrl.doctor.box_kinds import check_kinds
-from hpcrl.doctor.node_records import all_records, leave_record, share_records
-from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
-from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.launch.allocation_request import Component
+from hpcrl.launch.node_checks import one_node
+from hpcrl.launch.node_checks.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
+from hpcrl.launch.node_checks.one_node import UNSEEN, parse_gpus
+from hpcrl.launch.node_checks.records import all_records, leave_record, share_records
+from hpcrl.launch.node_checks.reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
 from hpcrl.launch.probe import HostReport, Network
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.slurm import partitions
@@ -638,7 +639,7 @@ def test_missing_records_are_listed(tmp_path: Path, came: int) -> None:
 @pytest.mark.process
 def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
     """Two processes play two nodes: they see each other's files, reach each other's ports, and add up."""
-    each = f'for i in 1 2; do "{sys.executable}" -m hpcrl.doctor.one_node "$@" --host node$i & done; wait'
+    each = f'for i in 1 2; do "{sys.executable}" -m hpcrl.launch.node_checks.one_node "$@" --host node$i & done; wait'
     job = NodesJob(
         [NodeStep("trainer", 2, 1, ["bash", "-c", each, "bash"])], interface="lo", gpus=False, imports=False, seconds=20
     )
@@ -653,7 +654,7 @@ def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_node_elsewhere_and_one_that_fails_are_told(tmp_path: Path) -> None:
     """The first sees another directory, the second cannot even start: no wait goes on for ever."""
-    node = f'"{sys.executable}" -m hpcrl.doctor.one_node'
+    node = f'"{sys.executable}" -m hpcrl.launch.node_checks.one_node'
     lost = NodeStep("trainer", 1, 1, ["bash", "-c", f"{node} {tmp_path}/elsewhere --host node1 --expect 2", "bash"])
     dead = NodeStep("engine", 1, 1, ["bash", "-c", "echo srun: error >&2; echo no such node >&2; exit 7", "bash"])
     found = bad(

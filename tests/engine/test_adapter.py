@@ -13,8 +13,8 @@ import torch
 from hpcrl.errors import HpcrlError
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
-from hpcrl.trainer.lora.matrices import adapted, lora_name
-from hpcrl.trainer.lora.settings import lora_settings
+from hpcrl.models.lora.matrices import adapted, lora_name
+from hpcrl.models.lora.settings import lora_settings
 from hpcrl.weights.sender import Differs
 from tests.engine.test_updates_and_ends import metric
 from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, WholeTensors, connected, generate

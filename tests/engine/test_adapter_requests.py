@@ -20,7 +20,7 @@ class Client:
 def test_a_request_is_under_the_adapter() -> None:
     """Whatever asked for it, and however often the client was attached."""
     from hpcrl.engine.adapter_requests import COMES_LATER, attach_adapter
-    from hpcrl.trainer.lora.serving import NAME, NUMBER
+    from hpcrl.models.lora.serving import NAME, NUMBER
 
     client: Any = Client()
     for _ in range(2):

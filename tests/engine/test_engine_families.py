@@ -14,7 +14,7 @@ import torch
 from hpcrl.engine.membership.http import HttpError
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.models.convert.to_fp8 import convert
-from hpcrl.weights.fp8 import Scheme, quantized
+from hpcrl.models.files.fp8 import Scheme, quantized
 from hpcrl.weights.sender import Differs
 from tests.support.engines import (
     CLOSE,

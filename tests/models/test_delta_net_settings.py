@@ -16,10 +16,10 @@ from hpcrl.launch.preflight import check_gates, model_notes
 from hpcrl.models.divisions import uncut_gates, undivided
 from hpcrl.models.family import LayerKind, find_family
 from hpcrl.models.files.config_json import read_config
-from hpcrl.planning.memory.activations import backward_bytes, layer_bytes
-from hpcrl.planning.memory.engine import engine_terms, sequence_bytes, token_bytes
-from hpcrl.planning.memory.parameters import Layout
-from hpcrl.planning.memory.training import GIB
+from hpcrl.planning.formulas.activations import backward_bytes, layer_bytes
+from hpcrl.planning.formulas.engine_memory import engine_terms, sequence_bytes, token_bytes
+from hpcrl.planning.formulas.parameters import Layout
+from hpcrl.planning.formulas.training_memory import GIB
 from tests.support.published_models import MODELS
 
 NEXT = MODELS["Qwen3-Next-80B-A3B"][1]

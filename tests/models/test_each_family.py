@@ -21,7 +21,7 @@ UNDER_ANOTHER_NAME = {
 SUITES = {
     "logits, gradients, layouts, packed rows, weights both ways": "tests/models/test_family_parity.py",
     "memory against what Megatron allocates": "tests/planning/memory/test_device_bytes.py",
-    "operations against what torch counts": "tests/planning/test_flops.py",
+    "operations against what torch counts": "tests/planning/formulas/test_flops.py",
     "what a GPU would wait for": "tests/trainer/step/test_host_waits.py",
     "the shipped recipes' settings": "tests/trainer/test_shipped_recipes.py",
     "every rank of a layout": "tests/trainer/megatron/test_fake_device.py",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import hpcrl
-from hpcrl.config.slime.script import run_script
+from hpcrl.sandbox.slime_script import run_script
 from tests.support.able import needs
 from tests.support.children import read_line
 from tests.support.second_user import PYTHON, SecondUser, make_user

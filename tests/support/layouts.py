@@ -14,7 +14,7 @@ import torch
 from hpcrl.groups import layout as rank_layout
 from hpcrl.models.family import Rule, registry
 from hpcrl.models.slicing import CUTS, Shapes, SourceRectangle
-from hpcrl.planning.memory.parameters import part_shape
+from hpcrl.planning.formulas.parameters import part_shape
 from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker, held_parts, merged, needed_parts
 from tests.support.families import ODD, PLAIN, SIZES
 

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.doctor.node_records import all_records, leave_record, share_records
-from hpcrl.doctor.one_node import rank_environments
 from hpcrl.doctor.selftest.registry import Outcome, Results, choose_checks, find_checks
 from hpcrl.doctor.selftest.this_host import start, watch
 from hpcrl.errors import DeadlineError
+from hpcrl.launch.node_checks.one_node import rank_environments
+from hpcrl.launch.node_checks.records import all_records, leave_record, share_records
 from hpcrl.launch.probe import choose
 from hpcrl.run.process import die_with_parent, end_descendants
 from hpcrl.utils.untrusted_files import read_json, touch

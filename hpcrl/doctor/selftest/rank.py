@@ -80,7 +80,7 @@ def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> i
     Of several each is a fork of this process, which then has imported what they need: that takes longer than the
     checks.  Only where there is no GPU, which a fork could not use.
     """
-    from hpcrl.models.convert.to_torch_dist import alone
+    from hpcrl.trainer.checkpoint.to_torch_dist import alone
 
     alone()
     if len(chosen) == 1:

@@ -134,6 +134,6 @@ def recipe_with_engines(directory: Path, name: str, gpus: int, **values: Any) ->
 
 def gpu_count() -> int:
     """GPUs that a process here would get; 0 where runs are on the CPU."""
-    from hpcrl.doctor.one_node import look_at_node
+    from hpcrl.launch.node_checks.one_node import look_at_node
 
     return look_at_node("here", "", Path("/")).gpu_count

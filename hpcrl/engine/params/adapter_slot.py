@@ -25,9 +25,9 @@ from hpcrl.engine.params.layers import HeldMatrix, Holdings, matrices_of
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
 from hpcrl.models.files.safetensors_files import Entry
-from hpcrl.trainer.lora.matrices import adapted, leaf, lora_name
-from hpcrl.trainer.lora.serving import NUMBER
-from hpcrl.trainer.lora.settings import LoraSettings
+from hpcrl.models.lora.matrices import adapted, leaf, lora_name
+from hpcrl.models.lora.serving import NUMBER
+from hpcrl.models.lora.settings import LoraSettings
 from hpcrl.weights.comparison import dtype_name
 
 #: part of a tensor of the slot

@@ -17,8 +17,6 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.options import Options
-from hpcrl.doctor.all_nodes import NodesJob as Look
-from hpcrl.doctor.all_nodes import NodeStep, examine
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.attempt import HostsSilent
@@ -27,6 +25,8 @@ from hpcrl.launch.attempts.host_processes import HostProcess
 from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts
 from hpcrl.launch.local import spawn
+from hpcrl.launch.node_checks.all_nodes import NodesJob as Look
+from hpcrl.launch.node_checks.all_nodes import NodeStep, examine
 from hpcrl.launch.slurm.node_sharing import refuse_shared_nodes
 from hpcrl.launch.slurm.squeue import ECHOES, REFUSED
 from hpcrl.launch.slurm.steps import KEPT, HetGroup, Step, step_on, without_container

@@ -23,11 +23,11 @@ from hpcrl.models.files.config_json import read_config
 from hpcrl.models.files.hf_writer import SafetensorsWriter, TensorHeader, copy_assets, directory, split
 from hpcrl.models.files.safetensors_files import Entry, SafetensorsDirectory, listing
 from hpcrl.models.files.torch_dist import TorchDist
+from hpcrl.models.lora.base_digest import bit_sums, digest_of
+from hpcrl.models.lora.matrices import ALL, adapted, lora_name
+from hpcrl.models.lora.peft import base_digest_of, pairs, read_adapter, read_settings, target_names, write_adapter
+from hpcrl.models.lora.settings import RECORD, LoraSettings
 from hpcrl.models.slicing import CUTS, Shapes
-from hpcrl.trainer.lora.base_digest import bit_sums, digest_of
-from hpcrl.trainer.lora.matrices import ALL, adapted, lora_name
-from hpcrl.trainer.lora.peft import base_digest_of, pairs, read_adapter, read_settings, target_names, write_adapter
-from hpcrl.trainer.lora.settings import RECORD, LoraSettings
 from hpcrl.utils.arguments import Parser
 from hpcrl.utils.untrusted_files import Damaged, read_json
 

@@ -2,8 +2,8 @@
 
     convert(Path("Qwen3-4B"), Path("Qwen3-4B-FP8"), Scheme("block", (128, 128)))
 
-Matrices of linear layers become float8_e4m3fn with scales (weights/fp8.py says how); embeddings, heads, norms, biases
-and routers stay.  Layout and config.json are those of published checkpoints:
+Matrices of linear layers become float8_e4m3fn with scales (models/files/fp8.py says how); embeddings, heads, norms,
+biases and routers stay.  Layout and config.json are those of published checkpoints:
 
     block      weight_scale_inv; quantization_config with quant_method "fp8", as DeepSeek-V3 and Qwen3-FP8 have it
     channel    weight_scale, one for each row; "compressed-tensors", as GLM-4.5-FP8 has it
@@ -30,11 +30,11 @@ from safetensors import SafetensorError
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.files.config_json import CONFIG, read_config, read_object, write_config
+from hpcrl.models.files.fp8 import FP8, Scheme, Stream, quantized
 from hpcrl.models.files.hf_writer import TensorHeader, copy_assets, directory, header
 from hpcrl.models.files.safetensors_files import DTYPES, INDEX, SINGLE, Entry, listing, open_file
 from hpcrl.report.progress import track
 from hpcrl.utils.arguments import Parser
-from hpcrl.weights.fp8 import FP8, Scheme, Stream, quantized
 
 Progress = Callable[[Iterator[Any], int], Generator[Any, None, None]]
 

@@ -34,9 +34,9 @@ from hpcrl.models.files.hf_writer import DTYPES, SafetensorsWriter, TensorHeader
 from hpcrl.models.files.safetensors_files import SafetensorsDirectory
 from hpcrl.models.files.stacked_experts import put, stacks
 from hpcrl.models.files.torch_dist import TorchDist
+from hpcrl.models.lora.settings import RECORD
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.report.progress import Meter
-from hpcrl.trainer.lora.settings import RECORD
 from hpcrl.utils.arguments import Parser
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")

@@ -17,8 +17,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.groups import planned
 from hpcrl.models.family import Config, Family
-from hpcrl.planning.memory.activations import longest_sample, tokens_per_gpu
-from hpcrl.planning.memory.training import GIB, MemoryTerms, fullest_rank
+from hpcrl.planning.formulas.activations import longest_sample, tokens_per_gpu
+from hpcrl.planning.formulas.training_memory import GIB, MemoryTerms, fullest_rank
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: flags, and the options that they make of others; None where they would change nothing

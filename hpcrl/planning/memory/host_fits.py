@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 from hpcrl.config.options import Options
 from hpcrl.models.family import Config, Family
-from hpcrl.planning.memory.engine import EngineTerms, engine_terms
+from hpcrl.planning.formulas.engine_memory import EngineTerms, engine_terms
+from hpcrl.planning.formulas.training_memory import GIB, MemoryTerms, fullest_rank
 from hpcrl.planning.memory.fits import Change, Misfit, misfit, with_megatron
-from hpcrl.planning.memory.training import GIB, MemoryTerms, fullest_rank
 
 HOST = 2000.0  #: GiB of a host where nothing else is said: a node with eight GPUs and 2 TiB
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.models.family import Config, Family
-from hpcrl.planning.memory.engine import EngineTerms, engine_terms, share, utilization
+from hpcrl.planning.formulas.engine_memory import EngineTerms, engine_terms, share, utilization
+from hpcrl.planning.formulas.parameters import adapter_parameters
+from hpcrl.planning.formulas.training_memory import GIB, STATE, MemoryTerms, fullest_rank, most_resumed
 from hpcrl.planning.memory.fits import Misfit, misfit
 from hpcrl.planning.memory.host_fits import HOST, host_misfit, on_host
-from hpcrl.planning.memory.parameters import adapter_parameters
-from hpcrl.planning.memory.training import GIB, STATE, MemoryTerms, fullest_rank, most_resumed
 
 GPU = 80.0  #: GiB of a GPU where nothing else is said
 

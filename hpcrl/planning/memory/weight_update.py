@@ -23,11 +23,11 @@ from hpcrl.config.options import Options
 from hpcrl.groups import layout as rank_layout
 from hpcrl.models.family import Config, Family, Rule, tied
 from hpcrl.models.files.config_json import LINEAR
+from hpcrl.models.lora.serving import served_as
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import Shape, Shapes
 from hpcrl.plan import Plan
-from hpcrl.planning.memory.parameters import Layout, adapter_parameters, part_shape, stage_layers
-from hpcrl.trainer.lora.serving import served_as
+from hpcrl.planning.formulas.parameters import Layout, adapter_parameters, part_shape, stage_layers
 from hpcrl.weights.redistribution.layouts import Layouts, Pattern, Worker, held_parts, merged, needed_parts
 from hpcrl.weights.redistribution.plan import Redistribution, busiest, redistribute
 

@@ -15,7 +15,7 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs, routing
 from hpcrl.models.family import Config
-from hpcrl.planning.memory.activations import longest_sample, tokens_per_gpu
+from hpcrl.planning.formulas.activations import longest_sample, tokens_per_gpu
 from hpcrl.sample import COMPLETED, Sample, SampleBatch
 from hpcrl.transport.share_format import Share
 

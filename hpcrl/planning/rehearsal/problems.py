@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from hpcrl.config.options import Options
 from hpcrl.models.family import Config, Family
-from hpcrl.planning.memory.engine import WORKING, EngineTerms
+from hpcrl.planning.formulas.engine_memory import WORKING, EngineTerms
+from hpcrl.planning.formulas.nccl_memory import nccl_bytes
+from hpcrl.planning.formulas.training_memory import CUDA, GIB
 from hpcrl.planning.memory.fits import cheapest
-from hpcrl.planning.memory.nccl import nccl_bytes
-from hpcrl.planning.memory.training import CUDA, GIB
 from hpcrl.planning.rehearsal.collectives import differing, totals, unlike_messages
 from hpcrl.planning.rehearsal.phases import PHASES, RESUME
 from hpcrl.planning.rehearsal.ranks import boundaries, like, same_rows, stages

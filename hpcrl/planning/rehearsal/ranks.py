@@ -13,7 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.groups import planned
 from hpcrl.models.family import Config, Family
-from hpcrl.planning.memory.parameters import Layout, on_stage
+from hpcrl.planning.formulas.parameters import Layout, on_stage
 
 
 def stages(options: Options) -> dict[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.site_file import load_site
-from hpcrl.planning.gpu_specs import CARDS, DEFAULT, named
+from hpcrl.planning.formulas.gpu_specs import CARDS, DEFAULT, named
 
 
 def memory_of_card(memory: float | None, gpu: str | None, site: str | None) -> float:

@@ -113,7 +113,7 @@ class KeptCode:
         self.where: CodePlaces | None = None
         try:
             self.where = _where(options, rundir, role, part, base)
-        except (HpcrlError, OSError) as error:
+        except (HpcrlError, OSError, Damaged) as error:
             say(f"note: compile cache: {error}; none is kept")
         self.variables = compile_caches(base, spare, self.where.here if self.where else None)
         if self.where:

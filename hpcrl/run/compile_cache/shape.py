@@ -27,10 +27,9 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.groups import planned
-from hpcrl.models.files.config_json import read_config
 from hpcrl.plan import Plan
 from hpcrl.run.gpu_environment import Role
-from hpcrl.utils.untrusted_files import read_system
+from hpcrl.utils.untrusted_files import MOST, parse_json, read_given_bytes, read_system
 
 PACKAGES = (
     "torch",
@@ -71,9 +70,10 @@ def role_facts(role: Role, options: Options, part: Sequence[int]) -> dict[str, A
             stages, which are other layers each.
 
     Raises:
-        DataError: if the model's config.json cannot be read.
+        OSError, Damaged: if the model's config.json cannot be read.
     """
-    config = read_config(options.hf_checkpoint) if options.hf_checkpoint else {}
+    path = options.hf_checkpoint
+    config = parse_json(read_given_bytes(Path(path, "config.json"), MOST)) if path else {}
     config = {name: value for name, value in config.items() if name not in INCIDENTAL}
     sizes: tuple[Any, ...] = (options.engine_tensor_parallel_size, options.rollout_num_gpus_per_engine)
     if role == "trainer":

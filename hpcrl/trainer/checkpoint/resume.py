@@ -25,6 +25,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.models.files import torch_dist
 from hpcrl.models.files.config_json import check_same_vocabulary
+from hpcrl.models.files.fp8 import scheme_of
 from hpcrl.run.rundir import TRACKER, write_atomic
 from hpcrl.trainer.checkpoint import save_load, whole
 from hpcrl.trainer.checkpoint.save_load import Position
@@ -34,7 +35,6 @@ from hpcrl.trainer.lora.values import begin_adapter
 from hpcrl.trainer.megatron.hf_weights import load_hf
 from hpcrl.trainer.megatron.model import NoOptimizer, Policy
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.weights.fp8 import scheme_of
 
 TEACHER = "--opd-teacher-load"
 

@@ -17,10 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from hpcrl.models.family import Config, Family
+from hpcrl.models.lora.matrices import AdaptedMatrix, adapted
+from hpcrl.models.lora.settings import LoraSettings
 from hpcrl.models.slicing import Shapes
 from hpcrl.trainer.lora.layer import SUFFIX, Adapter, GroupedAdapter, add_to
-from hpcrl.trainer.lora.matrices import AdaptedMatrix, adapted
-from hpcrl.trainer.lora.settings import LoraSettings
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.whole_names import in_whole_model
 

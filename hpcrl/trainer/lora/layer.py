@@ -26,9 +26,9 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig
 
 from hpcrl.models.family import Rule
+from hpcrl.models.lora.matrices import AdaptedMatrix
+from hpcrl.models.lora.settings import LoraSettings
 from hpcrl.models.slicing import CUTS, Shapes
-from hpcrl.trainer.lora.matrices import AdaptedMatrix
-from hpcrl.trainer.lora.settings import LoraSettings
 
 #: on a parameter: each rank of its expert-tensor-parallel group has a part of its gradient
 PARTIAL = "hpcrl_partial_gradient"

@@ -22,10 +22,10 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from hpcrl.errors import DataError
 from hpcrl.models.files.torch_dist import TorchDist
+from hpcrl.models.lora.base_digest import BitSums, bit_sums, digest_of
+from hpcrl.models.lora.matrices import is_adapter
 from hpcrl.models.slicing import CUTS
-from hpcrl.trainer.lora.base_digest import BitSums, bit_sums, digest_of
 from hpcrl.trainer.lora.layer import Adapter, adapters_of
-from hpcrl.trainer.lora.matrices import is_adapter
 from hpcrl.trainer.megatron.parameter_shards import held_table, own_parameters, shapes_of
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.whole_names import in_whole_model

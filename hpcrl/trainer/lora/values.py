@@ -23,10 +23,10 @@ import torch
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
 from hpcrl.models.family import Rule
+from hpcrl.models.lora.matrices import AdaptedMatrix
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.trainer.collectives import agree
 from hpcrl.trainer.lora.layer import Adapter, adapters_of
-from hpcrl.trainer.lora.matrices import AdaptedMatrix
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
@@ -37,7 +37,7 @@ def begin_adapter(policy: Policy, options: Options) -> str:
     if options.lora_adapter_path is None:
         begin(policy, options.seed)
         return "begins with a new adapter"
-    from hpcrl.trainer.lora.peft import read_adapter
+    from hpcrl.models.lora.peft import read_adapter
 
     assert policy.lora is not None
     directory = Path(options.lora_adapter_path)

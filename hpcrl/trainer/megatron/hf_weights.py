@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.models.files.fp8 import Scheme
+from hpcrl.models.files.from_fp8 import Dequantized, widened
 from hpcrl.models.files.safetensors_files import (
     ITEM_BYTES,
     SINGLE,
@@ -43,8 +45,6 @@ from hpcrl.trainer.megatron.parameter_shards import (
     shapes_of,
     some_of,
 )
-from hpcrl.weights.fp8 import Scheme
-from hpcrl.weights.from_fp8 import Dequantized, widened
 
 PACE = 1 << 30  #: bytes that rank 0 is behind the ranks that send to it, at most
 FLOATS = ("float32", "bfloat16", "float16", "float64")

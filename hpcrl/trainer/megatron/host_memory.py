@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcrl.errors import UsageError
-from hpcrl.trainer.lora.matrices import is_adapter
+from hpcrl.models.lora.matrices import is_adapter
 from hpcrl.trainer.lora.switch import adapters_off
 
 if TYPE_CHECKING:

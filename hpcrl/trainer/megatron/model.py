@@ -37,12 +37,12 @@ from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_st
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.models.family import Config, Family, Rule, check_spec, find_family
 from hpcrl.models.files.config_json import read_config
+from hpcrl.models.lora.matrices import AdaptedMatrix, adapted, adapter_tensors
+from hpcrl.models.lora.settings import LoraSettings, lora_settings
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.models.shared.mtp import check_heads
 from hpcrl.trainer.lora.attach import BaseIdentity, attach
-from hpcrl.trainer.lora.matrices import AdaptedMatrix, adapted, adapter_tensors
 from hpcrl.trainer.lora.partial_gradients import with_partial_gradients
-from hpcrl.trainer.lora.settings import LoraSettings, lora_settings
 from hpcrl.trainer.megatron import mtp
 from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values

@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 
 from hpcrl.errors import HpcrlError
 from hpcrl.models.family import Rule
+from hpcrl.models.lora.matrices import is_adapter
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
-from hpcrl.trainer.lora.matrices import is_adapter
 from hpcrl.trainer.lora.merged import sent_values
 from hpcrl.trainer.whole_names import in_whole_model
 from hpcrl.weights.pieces.elements import OwnTensor

@@ -1,7 +1,7 @@
 """How fast a rollout was trained on: tokens a second, and a GPU, and the share of what the GPUs are rated for.
 
-Invariants: the operations are those of the passes that were made (`hpcrl.planning.flops`); on a CPU and on a GPU that
-is not in `hpcrl.planning.gpu_specs` no share is logged.
+Invariants: the operations are those of the passes that were made (`hpcrl.planning.formulas.flops`); on a CPU and on a
+GPU that is not in `hpcrl.planning.formulas.gpu_specs` no share is logged.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
-from hpcrl.planning.flops import model_flops, pairs
-from hpcrl.planning.gpu_specs import Card, of_device
+from hpcrl.planning.formulas.flops import model_flops, pairs
+from hpcrl.planning.formulas.gpu_specs import Card, of_device
 from hpcrl.run.peers import TrainerPeer
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.transport.share_format import Share

@@ -9,9 +9,9 @@ itself has the whole piece, or nothing, or: how many changed in each block of 65
 each in its block (uint16), and the new values.  One element of two bytes thus takes four, and a piece of which half has
 changed is sent whole.
 
-Invariants: what is sent is bit for bit what `hpcrl.weights.fp8` makes of the whole tensor: the largest value of a block
-that is on several ranks is agreed among them before anything is encoded; changed elements are compared and put back
-bit by bit, so the result is exactly what was sent; a piece takes at most as many bytes as it does whole.
+Invariants: what is sent is bit for bit what `hpcrl.models.files.fp8` makes of the whole tensor: the largest value of a
+block that is on several ranks is agreed among them before anything is encoded; changed elements are compared and put
+back bit by bit, so the result is exactly what was sent; a piece takes at most as many bytes as it does whole.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from hpcrl.errors import DataError
+from hpcrl.models.files.fp8 import BAND, Scheme, encode, scales_for
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.weights.fp8 import BAND, Scheme, encode, scales_for
 from hpcrl.weights.redistribution.layouts import Rectangle, sources
 from hpcrl.weights.redistribution.loads import ALIGN
 

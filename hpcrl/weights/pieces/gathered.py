@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from hpcrl.errors import HpcrlError
-from hpcrl.weights.fp8 import Stream
+from hpcrl.models.files.fp8 import Stream
 from hpcrl.weights.pieces.elements import copy
 from hpcrl.weights.pieces.messages import pieces_of
 from hpcrl.weights.pieces.piece_sender import JoinCommand, PieceSender, join_as_rank

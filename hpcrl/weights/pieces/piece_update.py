@@ -27,11 +27,11 @@ from torch.distributed import TCPStore
 from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.models.files.fp8 import Scheme, Stream, quantized
 from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.run.role import say
 from hpcrl.transport.torch_store import open_store
 from hpcrl.utils.deadline import Deadline
-from hpcrl.weights.fp8 import Scheme, Stream, quantized
 from hpcrl.weights.pieces.choose_transport import current_device, use_device
 from hpcrl.weights.pieces.device_transport import unique_id
 from hpcrl.weights.pieces.gathered import GatheredSource

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hpcrl.errors import HpcrlError
+from hpcrl.models.files.fp8 import Scheme, Stream
 from hpcrl.models.files.safetensors_files import ITEM_BYTES
-from hpcrl.weights.fp8 import Scheme, Stream
 from hpcrl.weights.pieces.wire import round_bytes, span
 from hpcrl.weights.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
 from hpcrl.weights.redistribution.plan import Redistribution, redistribute

@@ -17,10 +17,10 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import resolve_stages
-from hpcrl.config.slime.script import run_script
 from hpcrl.config.slime.script_notes import model_families
 from hpcrl.config.slime.verbatim import PLACES, recipe_of
 from hpcrl.errors import UsageError, parts_of
+from hpcrl.sandbox.slime_script import run_script
 from tests.support.able import needs
 
 LISTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("e2e.json").read_text())

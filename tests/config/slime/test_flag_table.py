@@ -13,8 +13,8 @@ from hpcrl.config.passthrough import spellings
 from hpcrl.config.setting_names import find_flag, own
 from hpcrl.config.slime.arguments import FlagVerdict, other_defaults, read_flag, says_default, translate, verdicts
 from hpcrl.config.slime.readers import READERS
-from hpcrl.config.slime.script import model_families
 from hpcrl.errors import UsageError
+from hpcrl.sandbox.slime_script import model_families
 
 FACTS = json.loads(Path(__file__).with_name("flags.json").read_text())
 OWN = {flag: (kind, default) for flag, kind, default in FACTS["own"]}

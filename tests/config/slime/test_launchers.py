@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.cli.import_script import translated, with_environment
 from hpcrl.cli.main import main
-from hpcrl.config.slime.script import RunScript, interpreter_files, run_script
 from hpcrl.errors import UsageError
+from hpcrl.sandbox.slime_script import RunScript, interpreter_files, run_script
 from tests.support.able import needs
 
 pytestmark = needs("namespaces")  # a script is run confined

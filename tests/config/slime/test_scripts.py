@@ -25,10 +25,10 @@ from hpcrl.config.slime.verbatim import PLACES, recipe_and_refusals, recipe_of
 from hpcrl.errors import UsageError, parts_of
 from hpcrl.launch.preflight import drafting_notes, refuse_wrong_settings
 from hpcrl.models.family import find_family, registry
-from hpcrl.planning.flops import model_flops
-from hpcrl.planning.memory.engine import update_bytes as engine_bytes
-from hpcrl.planning.memory.parameters import Layout, on_stage, whole_model
-from hpcrl.planning.memory.training import fullest_rank
+from hpcrl.planning.formulas.engine_memory import update_bytes as engine_bytes
+from hpcrl.planning.formulas.flops import model_flops
+from hpcrl.planning.formulas.parameters import Layout, on_stage, whole_model
+from hpcrl.planning.formulas.training_memory import fullest_rank
 from hpcrl.planning.memory.weight_update import _bytes as sent_bytes
 from tests.config.slime.guides import SCRIPT
 from tests.config.slime.test_mis import SETTINGS as MIS_SETTINGS

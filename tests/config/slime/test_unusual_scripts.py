@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli.main import main
-from hpcrl.config.slime.script import RunScript, run_script
 from hpcrl.errors import UsageError
 from hpcrl.sandbox.main import PROCESSES
+from hpcrl.sandbox.slime_script import RunScript, run_script
 from hpcrl.utils.plain_text import CONTROL
 
 GIVEN = ("--hf-checkpoint", "/m", "--num-rollout", "1")

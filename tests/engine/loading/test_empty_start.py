@@ -13,8 +13,8 @@ from hpcrl.engine.server_settings import EMPTY, Build, flags
 from hpcrl.models.convert.to_fp8 import convert
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
+from hpcrl.models.files.fp8 import Scheme
 from hpcrl.plan import Plan, local_hosts, make_plan
-from hpcrl.weights.fp8 import Scheme
 from tests.support.engines import CLOSE, LONG, SMALL, Engines, Side
 from tests.support.forked_engines import Nursery
 from tests.support.fp8 import dequantize

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.convert.adapter import main as merge_lora
 from hpcrl.models.convert.to_hf import main as to_hf
-from hpcrl.trainer.lora.peft import check_settings
-from hpcrl.trainer.lora.settings import LoraSettings
+from hpcrl.models.lora.peft import check_settings
+from hpcrl.models.lora.settings import LoraSettings
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family, make_model
 from tests.trainer.lora.test_lora_training import options

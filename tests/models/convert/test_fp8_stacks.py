@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.errors import DataError
-from hpcrl.models.convert.to_torch_dist import refuse_stacks
+from hpcrl.trainer.checkpoint.to_torch_dist import refuse_stacks
 
 X = "model.language_model.layers.0.mlp.experts"
 

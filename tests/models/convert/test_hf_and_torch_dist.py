@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.models.files.fp8 import Scheme
 from hpcrl.models.files.hf_writer import SafetensorsWriter, TensorHeader, directory, split
-from hpcrl.weights.fp8 import Scheme
 from tests.support.fp8 import dequantize
 from tests.support.mtp_models import MAKERS
 from tests.support.ranks import run_ranks
@@ -71,8 +71,8 @@ def common_on_rank(path: str) -> dict[str, Any]:
 
 def convert_on_rank(every: list[list[str]]) -> list[str]:
     """Run several conversions in the groups of one layout; the paths, or errors, on this rank."""
-    from hpcrl.models.convert.to_torch_dist import convert, read_options
     from hpcrl.trainer import parallel_state
+    from hpcrl.trainer.checkpoint.to_torch_dist import convert, read_options
 
     world = int(os.environ["WORLD_SIZE"])
     ranks = None
@@ -393,7 +393,7 @@ def test_wrong_usage(tmp_path: Path, models: dict[str, Path], argv: list[str], w
 
 
 def test_every_rank_a_stage_is_slimes_rule() -> None:
-    from hpcrl.models.convert.to_torch_dist import stages_for
+    from hpcrl.trainer.checkpoint.to_torch_dist import stages_for
 
     assert stages_for(36, 4) == (4, None)
     assert stages_for(46, 8) == (8, 4)

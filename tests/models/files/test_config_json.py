@@ -12,9 +12,9 @@ from hpcrl.doctor.directories import check_model_directory
 from hpcrl.errors import DataError
 from hpcrl.models.convert import to_fp8
 from hpcrl.models.files.config_json import read_config, read_object, write_config
+from hpcrl.models.files.fp8 import scheme_of
 from hpcrl.models.files.hf_writer import copy_assets
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.weights.fp8 import scheme_of
 
 DAMAGE = [
     (None, "no config.json there"),

@@ -11,9 +11,9 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.models.family import find_family
-from hpcrl.planning.memory.engine import engine_terms
+from hpcrl.planning.formulas.engine_memory import engine_terms
+from hpcrl.planning.formulas.training_memory import GIB, fullest_rank
 from hpcrl.planning.memory.report import UPDATES, memory_lines, turns
-from hpcrl.planning.memory.training import GIB, fullest_rank
 from tests.documents.scene import published_models
 from tests.support.published_models import MODELS
 from tests.support.small_recipes import FP8

@@ -15,8 +15,8 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.models.family import find_family
-from hpcrl.planning.memory.parameters import Layout, halved_on_stage, on_stage
-from hpcrl.planning.memory.training import ALLOWANCES, kept_buffers, rank_on, start_bytes, update_bytes
+from hpcrl.planning.formulas.parameters import Layout, halved_on_stage, on_stage
+from hpcrl.planning.formulas.training_memory import ALLOWANCES, kept_buffers, rank_on, start_bytes, update_bytes
 from tests.support import families
 from tests.support.ranks import on_fake_device, on_fake_gpu
 
@@ -165,11 +165,11 @@ ADAPTERS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 def counted_with_adapter(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
     """On a rank before its first step: bytes that are there, and the peaks of an update of merged weights and of the
     digest of the base."""
+    from hpcrl.models.lora import base_digest
+    from hpcrl.models.lora.matrices import is_adapter
     from hpcrl.planning.rehearsal import device as fake_device
     from hpcrl.planning.rehearsal.files_and_weights import export
     from hpcrl.planning.rehearsal.live_bytes import DeviceBytes
-    from hpcrl.trainer.lora import base_digest
-    from hpcrl.trainer.lora.matrices import is_adapter
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.weight_export import sent_part
 

@@ -17,9 +17,10 @@ from hpcrl.config.rules.values import build_options
 from hpcrl.config.slime.arguments import translate
 from hpcrl.errors import UsageError
 from hpcrl.models.family import find_family
-from hpcrl.planning.flops import model_flops
-from hpcrl.planning.memory.activations import logits_bytes, longest_sample, micro_batches, tokens_per_gpu
-from hpcrl.planning.memory.engine import (
+from hpcrl.models.files import fp8
+from hpcrl.models.lora.settings import lora_settings
+from hpcrl.planning.formulas.activations import logits_bytes, longest_sample, micro_batches, tokens_per_gpu
+from hpcrl.planning.formulas.engine_memory import (
     engine_terms,
     gpu_weights,
     model_bytes,
@@ -28,15 +29,14 @@ from hpcrl.planning.memory.engine import (
     update_bytes,
     utilization,
 )
+from hpcrl.planning.formulas.flops import model_flops
+from hpcrl.planning.formulas.host_memory import ROUNDED, checkpoint_bytes, host_bytes, pinned
+from hpcrl.planning.formulas.nccl_memory import communicators, nccl_bytes, update_members
+from hpcrl.planning.formulas.parameters import Count, Layout, on_stage, stage_layers, whole_model
+from hpcrl.planning.formulas.training_memory import BAND, GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
 from hpcrl.planning.memory.fits import misfit
-from hpcrl.planning.memory.host import ROUNDED, checkpoint_bytes, host_bytes, pinned
 from hpcrl.planning.memory.host_fits import on_host, put_away
-from hpcrl.planning.memory.nccl import communicators, nccl_bytes, update_members
-from hpcrl.planning.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.planning.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, refuse_misfit, turns
-from hpcrl.planning.memory.training import BAND, GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
-from hpcrl.trainer.lora.settings import lora_settings
-from hpcrl.weights import fp8
 from tests.config.slime.guides import GUIDES
 from tests.support.published_models import MODELS
 from tests.support.small_recipes import IN_FP8

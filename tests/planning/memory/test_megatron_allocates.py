@@ -11,9 +11,9 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.models.family import LayerKind, find_family
-from hpcrl.planning.memory.activations import layer_bytes
-from hpcrl.planning.memory.parameters import Layout
-from hpcrl.planning.memory.training import rank_on
+from hpcrl.planning.formulas.activations import layer_bytes
+from hpcrl.planning.formulas.parameters import Layout
+from hpcrl.planning.formulas.training_memory import rank_on
 from tests.support.published_models import config
 from tests.support.ranks import run_ranks
 

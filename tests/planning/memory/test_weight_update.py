@@ -15,8 +15,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
-from hpcrl.planning.memory.nccl import pieces_from_gpu
-from hpcrl.planning.memory.parameters import whole_model
+from hpcrl.planning.formulas.nccl_memory import pieces_from_gpu
+from hpcrl.planning.formulas.parameters import whole_model
 from hpcrl.planning.memory.weight_update import Gathered, Update, in_pieces, predict, update_lines
 from hpcrl.weights.pieces.messages import receive_plans
 from hpcrl.weights.pieces.piece_update import obstacle

@@ -12,7 +12,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.models.family import find_family
 from hpcrl.planning.fake_libraries.transformer_engine import FusedAdam
-from hpcrl.planning.memory.engine import EngineTerms
+from hpcrl.planning.formulas.engine_memory import EngineTerms
 from hpcrl.planning.rehearsal.batch import SHORTEST, micro_batches, rehearsed, share_of
 from hpcrl.planning.rehearsal.library_errors import explained, flags_of, refused
 from hpcrl.planning.rehearsal.problems import cache_line, findings, lines, of_cache, unshown

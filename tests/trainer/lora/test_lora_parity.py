@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
-from hpcrl.trainer.lora.matrices import adapted, lora_name
-from hpcrl.trainer.lora.settings import lora_settings
+from hpcrl.models.lora.matrices import adapted, lora_name
+from hpcrl.models.lora.settings import lora_settings
 from tests.models import test_family_parity as parity_of_families
 from tests.support import families
 from tests.support.ranks import run_ranks

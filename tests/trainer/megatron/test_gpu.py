@@ -39,7 +39,7 @@ def on_rank(
     from hpcrl.trainer.cpu import cpu_shim
 
     cpu_shim.install()
-    from hpcrl.models.convert.to_torch_dist import alone
+    from hpcrl.trainer.checkpoint.to_torch_dist import alone
 
     store = alone()
     ranks = None

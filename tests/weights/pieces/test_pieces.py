@@ -23,11 +23,11 @@ from hpcrl.engine.pieces.assembly import Assembly
 from hpcrl.engine.pieces.part_tensor import PartMissing, PartTensor, part_tensor
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.models.files.fp8 import Scheme
 from hpcrl.models.slicing import SourceRectangle
 from hpcrl.transport.torch_store import open_store
 from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut
-from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, largest_values, prepare_values
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer

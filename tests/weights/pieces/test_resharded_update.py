@@ -14,6 +14,7 @@ from hpcrl.engine.membership.http import Address
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import HpcrlError
 from hpcrl.models.convert.to_fp8 import convert
+from hpcrl.models.files.fp8 import Scheme
 from hpcrl.plan import Plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.collectives import make_patient
@@ -22,7 +23,6 @@ from hpcrl.trainer.megatron.model import build
 from hpcrl.trainer.parallel_state import initialize
 from hpcrl.trainer.weight_export import WeightExporter
 from hpcrl.weights.comparison import digest
-from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.sender import WeightSender
 from hpcrl.weights.worker_calls import WorkerCalls
 from tests.support.engines import CLOSE, SMALL, Engines, Reference, generate

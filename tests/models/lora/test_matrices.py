@@ -9,9 +9,9 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.models.family import registry
-from hpcrl.trainer.lora.matrices import adapted, adapter_tensors
-from hpcrl.trainer.lora.peft import target_names
-from hpcrl.trainer.lora.settings import LoraSettings, lora_settings
+from hpcrl.models.lora.matrices import adapted, adapter_tensors
+from hpcrl.models.lora.peft import target_names
+from hpcrl.models.lora.settings import LoraSettings, lora_settings
 from tests.models.test_families import CONFIG
 
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

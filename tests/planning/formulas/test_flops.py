@@ -10,8 +10,8 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.models.family import find_family
-from hpcrl.planning.flops import model_flops, pairs
-from hpcrl.planning.gpu_specs import CARDS, named, of_device
+from hpcrl.planning.formulas.flops import model_flops, pairs
+from hpcrl.planning.formulas.gpu_specs import CARDS, named, of_device
 from tests.support.families import DELTA_NETS, SIZES, make
 from tests.support.published_models import MODELS
 from tests.support.ranks import run_ranks
@@ -54,7 +54,7 @@ def test_cards_are_found_by_their_names() -> None:
 
 
 def test_page_lists_the_cards() -> None:
-    page = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/memory.md").read_text()
     for name, card in CARDS.items():
         assert f"| `{name}` | {card.memory:g} | {card.tflops:g} |" in page
 

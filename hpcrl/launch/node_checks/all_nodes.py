@@ -1,6 +1,6 @@
 """The nodes' part of `hpcrl doctor`: a step on every component, what the nodes say, and what it means.
 
-    python -m hpcrl.doctor.all_nodes DIR          inside an allocation: what `hpcrl doctor --nodes` submits
+    python -m hpcrl.launch.node_checks.all_nodes DIR          inside an allocation: what `hpcrl doctor --nodes` submits
 
 DIR holds job.json (a `Job`); HPCRL_STEP_0, HPCRL_STEP_1, ... are the commands that start one task on every node of a
 component, as the rendered script sets them.  The findings go to stdout and to DIR/findings.json.
@@ -23,9 +23,9 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 import msgspec
 
-from hpcrl.doctor.node_records import share_records
-from hpcrl.doctor.node_reports import NodeReport, judge_reports
-from hpcrl.doctor.one_node import REPORT, UNSEEN
+from hpcrl.launch.node_checks.one_node import REPORT, UNSEEN
+from hpcrl.launch.node_checks.records import share_records
+from hpcrl.launch.node_checks.reports import NodeReport, judge_reports
 from hpcrl.launch.probe import HostReport
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import PublishedRecords
@@ -44,7 +44,8 @@ class NodeStep(msgspec.Struct, frozen=True):
 
     Attributes:
         gpus: that a node must have for them, None for as many.
-        command: what starts one task on each of its nodes; the arguments of hpcrl.doctor.one_node are put behind it.
+        command: what starts one task on each of its nodes; the arguments of hpcrl.launch.node_checks.one_node are put
+        behind it.
     """
 
     role: str

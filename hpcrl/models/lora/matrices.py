@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 
 from hpcrl.errors import UsageError
 from hpcrl.models.family import Rule
-from hpcrl.trainer.lora.settings import LoraSettings
+from hpcrl.models.lora.settings import LoraSettings
 
 ALL = "all-linear"
 PART = "_adapter."  #: behind a layer's name

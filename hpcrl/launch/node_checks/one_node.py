@@ -1,12 +1,12 @@
 """One node's part of `hpcrl doctor --nodes`: look around, meet the other nodes, leave one report.
 
-    python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
+    python -m hpcrl.launch.node_checks.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
 DIR is made and given a file `token` by the process that starts this one.  Each node writes DIR/HOST.json with its
-ports, waits for those of all (hpcrl/doctor/node_records.py), connects to them (of many, to some: `peers_of`), tells in
-DIR/HOST.done that it needs no other node's port any more, and leaves DIR/HOST.PID.report.  A node that does not see DIR
-says so in a separate line (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing
-longer is ever read from it.
+ports, waits for those of all (hpcrl/launch/node_checks/records.py), connects to them (of many, to some: `peers_of`),
+tells in DIR/HOST.done that it needs no other node's port any more, and leaves DIR/HOST.PID.report.  A node that does
+not see DIR says so in a separate line (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines,
+so nothing longer is ever read from it.
 
 Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are
 bound on the node's own addresses only; what other nodes say is JSON of a bounded size.
@@ -32,9 +32,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from hpcrl.doctor.node_records import NodeRecord, all_records, leave_record, pause
-from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, peers_of
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.node_checks.records import NodeRecord, all_records, leave_record, pause
+from hpcrl.launch.node_checks.reports import Gpu, NodeReport, Total, peers_of
 from hpcrl.launch.probe import Network, choose, host_report
 from hpcrl.plan import Location, socket_names
 from hpcrl.run.process import PARENT, die_with_parent, run_command

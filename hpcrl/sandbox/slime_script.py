@@ -48,7 +48,12 @@ MOST_CALLS = 20_000
 MOST_CALL = 1 << 20
 MOST_SCRIPT = 1 << 20
 #: what runs a launcher in Python
-LAUNCHER = ("launcher.py", "launcher_values.py", "launcher_settings.py", "launcher_source.py")
+LAUNCHER = (
+    "config/slime/launcher.py",
+    "config/slime/launcher_values.py",
+    "config/slime/launcher_settings.py",
+    "config/slime/launcher_source.py",
+)
 ARRAY = "hpcrl-array"  #: a call of this name is a line of flags that ran as a command
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
 #: what bash says of ${NAME:?...} where nothing sets NAME, Python of os.environ["NAME"], and a script itself
@@ -196,7 +201,7 @@ def _run(
         **variables,
         "PATH": f"{_TOOLS_INSIDE}/bin",
         "TMPDIR": "/tmp",
-        "BASH_ENV": f"{_TOOLS_INSIDE}/prelude.sh",
+        "BASH_ENV": f"{_TOOLS_INSIDE}/config/slime/prelude.sh",
         "HPCRL_CALLS": RESULTS,
         "HPCRL_TOOLS": TOOLS,
         "HPCRL_NOTED": NOTED,
@@ -247,13 +252,13 @@ def _equip(scratch: Path, bash: str) -> None:
         if found := _tool(name):
             (tools / "bin" / name).symlink_to(found)
     for name in NOTED.split():
-        noted = f'#!{bash}\nbuiltin source {_TOOLS_INSIDE}/prelude.sh\nhpcrl_note {name} "$@"\n'
+        noted = f'#!{bash}\nbuiltin source {_TOOLS_INSIDE}/config/slime/prelude.sh\nhpcrl_note {name} "$@"\n'
         (tools / "bin" / name).write_text(noted)
         (tools / "bin" / name).chmod(0o755)
     for name, family in model_families().items():
         arguments = "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
         (tools / "models" / f"{name}.sh").write_text(arguments)
-    (tools / "prelude.sh").write_text(read_given(HERE / "prelude.sh"))
+    (tools / "config/slime/prelude.sh").write_text(read_given(HERE / "config/slime/prelude.sh"))
     for name in LAUNCHER:
         (tools / "lib/hpcrl/config/slime" / name).write_text(read_given(HERE / name))
 

@@ -15,17 +15,17 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.models.family import Config, Family, tied
-from hpcrl.planning.memory.activations import activation_bytes, logits_bytes, weight_bytes
-from hpcrl.planning.memory.host import FP32, STATES, converted, host_bytes, offloaded, own, pinned
-from hpcrl.planning.memory.nccl import nccl_bytes, pieces_from_gpu
-from hpcrl.planning.memory.parameters import Count, Layout, halved_on_stage, largest_adapted, on_stage, sizes_on_stage
-from hpcrl.trainer.lora import base_digest
-from hpcrl.trainer.lora.serving import served_as
+from hpcrl.models.lora import base_digest
+from hpcrl.models.lora.serving import served_as
+from hpcrl.planning.formulas.activations import activation_bytes, logits_bytes, weight_bytes
+from hpcrl.planning.formulas.host_memory import FP32, STATES, converted, host_bytes, offloaded, own, pinned
+from hpcrl.planning.formulas.nccl_memory import nccl_bytes, pieces_from_gpu
+from hpcrl.planning.formulas.parameters import Count, Layout, halved_on_stage, largest_adapted, on_stage, sizes_on_stage
 
 GIB = 1024**3
 #: bytes of a CUDA context and the libraries' workspaces: not computed, an allowance
 CUDA = 2 * GIB
-#: elements that are coded in FP8 at once, as `hpcrl.weights.fp8` has it, which a login node need not be able to import
+#: elements coded in FP8 at once, as `hpcrl.models.files.fp8` has it, which a login node need not be able to import
 BAND = 1 << 22
 #: bytes that the digest of an adapter's base makes of a number: its bits in int64, and their square
 DIGEST = 16.0

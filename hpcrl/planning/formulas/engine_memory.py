@@ -11,9 +11,9 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import settings
 from hpcrl.config.rules.sampling import OWN_LAYERS, layers_behind
 from hpcrl.models.family import Config, Family, layer_kinds
-from hpcrl.planning.memory.activations import longest_sample
-from hpcrl.planning.memory.parameters import largest_module, whole_model
-from hpcrl.planning.memory.training import GIB
+from hpcrl.planning.formulas.activations import longest_sample
+from hpcrl.planning.formulas.parameters import largest_module, whole_model
+from hpcrl.planning.formulas.training_memory import GIB
 
 #: what vLLM's forward passes need in addition to weights and cache: not computed, an allowance
 WORKING = 3 * GIB

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hpcrl.errors import DataError
+from hpcrl.models.files.fp8 import FP8, Scheme
 from hpcrl.models.files.safetensors_files import AGAIN, Entry, SafetensorsDirectory
-from hpcrl.weights.fp8 import FP8, Scheme
 
 CODES = "float8_e4m3fn"
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import DataError
 from hpcrl.models.files.config_json import read_object
+from hpcrl.models.lora.matrices import AdaptedMatrix, leaf, lora_name
+from hpcrl.models.lora.settings import LoraSettings
 from hpcrl.run.rundir import write_atomic
-from hpcrl.trainer.lora.matrices import AdaptedMatrix, leaf, lora_name
-from hpcrl.trainer.lora.settings import LoraSettings
 
 if TYPE_CHECKING:
     import torch

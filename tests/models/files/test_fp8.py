@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from hpcrl.cli.main import main
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.convert.to_fp8 import convert
-from hpcrl.models.files.safetensors_files import listing
-from hpcrl.weights import fp8
-from hpcrl.weights.fp8 import (
+from hpcrl.models.files import fp8
+from hpcrl.models.files.fp8 import (
     FP8,
     Scheme,
     quantize_block,
@@ -29,6 +28,7 @@ from hpcrl.weights.fp8 import (
     quantized,
     scheme_of,
 )
+from hpcrl.models.files.safetensors_files import listing
 from tests.support.fp8 import dequantize
 from tests.support.published_models import MODELS
 from tests.support.tiny import make_family

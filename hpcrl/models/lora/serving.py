@@ -18,7 +18,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.models.family import Config, Family, find_family
 from hpcrl.models.files.config_json import read_config
-from hpcrl.trainer.lora.settings import LoraSettings, lora_settings
+from hpcrl.models.lora.settings import LoraSettings, lora_settings
 
 ENVIRONMENT = "HPCRL_LORA"  #: of an engine: the adapter's settings, as JSON
 NAME, NUMBER = "adapter-0", 1  #: what vLLM calls the adapter, and its number of it

@@ -138,8 +138,8 @@ def _commonest(directory: Path) -> str:
     Raises:
         DataError: for one that cannot be trained.
     """
+    from hpcrl.models.files.fp8 import scheme_of
     from hpcrl.models.files.safetensors_files import SafetensorsDirectory
-    from hpcrl.weights.fp8 import scheme_of
 
     scheme = scheme_of(directory)
     with ExitStack() as stack:
@@ -178,11 +178,11 @@ def convert(options: Options, ranks: Any) -> Path:
         UsageError: if DIR holds a checkpoint.
         DataError: for a model directory that does not fit its config.json.
     """
+    from hpcrl.models.files.fp8 import scheme_of
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.collectives import agree
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.megatron.hf_weights import load_hf
-    from hpcrl.weights.fp8 import scheme_of
 
     root = Path(str(options.save))
     final = root / "release"
@@ -236,10 +236,10 @@ def _take_dtypes(policy: Any, directory: Path, scheme: Any) -> None:
     """Give every parameter the dtype that the files have for it; of FP8 matrices bf16."""
     import torch
 
+    from hpcrl.models.files.from_fp8 import widened
     from hpcrl.models.files.safetensors_files import listing
     from hpcrl.models.files.stacked_experts import single
     from hpcrl.trainer.megatron.parameter_shards import own_parameters
-    from hpcrl.weights.from_fp8 import widened
 
     names = listing(directory)
     names = single(names) if policy.family.stacked else names

@@ -14,9 +14,9 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.models.family import Config, Family, LayerKind, Rule, layer_kinds, tied
-from hpcrl.planning.memory.adapters import elements, matrices_by_name, of_layer
-from hpcrl.trainer.lora.matrices import AdaptedMatrix
-from hpcrl.trainer.lora.settings import LoraSettings, lora_settings
+from hpcrl.models.lora.matrices import AdaptedMatrix
+from hpcrl.models.lora.settings import LoraSettings, lora_settings
+from hpcrl.planning.formulas.adapters import elements, matrices_by_name, of_layer
 
 FIRST = "num_layers_in_first_pipeline_stage"
 LAST = "num_layers_in_last_pipeline_stage"

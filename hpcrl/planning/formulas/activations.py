@@ -16,7 +16,7 @@ from hpcrl.config.foreign_names import written_for_slime
 from hpcrl.config.options import Options
 from hpcrl.models.family import Config, Family, LayerKind, layer_kinds
 from hpcrl.models.shared.hybrid import CHUNK
-from hpcrl.planning.memory.parameters import Layout, hidden_norms, stage_layers
+from hpcrl.planning.formulas.parameters import Layout, hidden_norms, stage_layers
 
 #: what TransformerConfig's recompute_modules spare, by the part of a layer (default: attention's inside, which flash
 #: never keeps)

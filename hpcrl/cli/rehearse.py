@@ -21,8 +21,8 @@ from hpcrl.launch.preflight import refuse_settings
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
 from hpcrl.plan import local_hosts
-from hpcrl.planning.memory.engine import engine_terms
-from hpcrl.planning.memory.training import GIB
+from hpcrl.planning.formulas.engine_memory import engine_terms
+from hpcrl.planning.formulas.training_memory import GIB
 from hpcrl.planning.rehearsal.on_node import on_node
 from hpcrl.planning.rehearsal.problems import cache_line, engine_line, findings, lines, of_cache, of_engine, unshown
 from hpcrl.planning.rehearsal.ranks import distinct, named

@@ -9,7 +9,7 @@ router, of the output layer at the rows that get logits, attention's two product
 leaves, and a gated delta net's three with its state at every token.  A multiplication and its addition are two
 operations.
 
-Invariants: counted from the family's own rules, tensor by tensor (`hpcrl.planning.memory.parameters`), so a family
+Invariants: counted from the family's own rules, tensor by tensor (`hpcrl.planning.formulas.parameters`), so a family
 needs no second place that knows its shape; what is computed again (recomputation, padding, blocks above the mask's
 diagonal) is not counted: these are the operations that the mathematics needs, as in MFU (Chowdhery et al. 2022,
 appendix B).
@@ -23,9 +23,9 @@ from math import prod
 from typing import Any
 
 from hpcrl.models.family import Config, Family, LayerKind, Rule, layer_kinds
-from hpcrl.planning.memory.adapters import elements, matrices_by_name, of_layer
-from hpcrl.planning.memory.parameters import head_rules, layer_rules, part_shape
-from hpcrl.trainer.lora.settings import LoraSettings
+from hpcrl.models.lora.settings import LoraSettings
+from hpcrl.planning.formulas.adapters import elements, matrices_by_name, of_layer
+from hpcrl.planning.formulas.parameters import head_rules, layer_rules, part_shape
 
 BACKWARD = 2  #: a backward pass is two products for each of the forward pass's
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
-from hpcrl.planning.memory.activations import weight_bytes
-from hpcrl.planning.memory.parameters import Count, Layout
+from hpcrl.planning.formulas.activations import weight_bytes
+from hpcrl.planning.formulas.parameters import Count, Layout
 
 #: a block of pinned memory up to this size is rounded to the next power of two (`run/gpu_environment.py`)
 ROUNDED = 64 * 2**20

@@ -1,6 +1,6 @@
 """How many parameters the adapters of a rank have: counted from the rules of the matrices that they are next to.
 
-Invariant: the matrices are those that the trainer gives an adapter (`hpcrl.trainer.lora.matrices.adapted`); of a layer
+Invariant: the matrices are those that the trainer gives an adapter (`hpcrl.models.lora.matrices.adapted`); of a layer
 with experts all are taken to be like the first one.
 """
 
@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from hpcrl.models.family import Config, Family, Rule
-from hpcrl.trainer.lora.matrices import AdaptedMatrix, adapted
-from hpcrl.trainer.lora.settings import LoraSettings
+from hpcrl.models.lora.matrices import AdaptedMatrix, adapted
+from hpcrl.models.lora.settings import LoraSettings
 
 _LAST = 4  #: models, and settings of them, whose matrices are kept
 

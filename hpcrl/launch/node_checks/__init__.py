@@ -1,0 +1,1 @@
+"""A check of every node of an allocation, before a run starts there."""

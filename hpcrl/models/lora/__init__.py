@@ -1,0 +1,1 @@
+"""One LoRA adapter: its settings, which matrices it adapts, its files, and how engines serve it."""
