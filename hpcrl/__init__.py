@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the API; `hpcrl.run` is the room of that name, which can be called (hpcrl/run/__init__.py)."""
+    """A name of the API; `hpcrl.run` is the package of that name, which can be called (hpcrl/run/__init__.py)."""
     if name == "run":
         return importlib.import_module("hpcrl.run")
     if name in __all__:

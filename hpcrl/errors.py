@@ -98,7 +98,7 @@ KINDS: dict[str, type[HpcrlError]] = {
 
 
 def kind_of(error: HpcrlError) -> str:
-    """The nearest of KINDS that `error` is one of: what is in other rooms, such as an HTTP error, counts as what it
+    """The nearest of KINDS that `error` is one of: what other packages raise, such as an HTTP error, counts as what it
     derives from."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())
 

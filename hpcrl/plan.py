@@ -280,14 +280,14 @@ def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int
     """One Place a rank; their slots are taken out of `free`."""
     nodes = options.actor_num_nodes
     each = options.actor_num_gpus_per_node
-    rooms = [name for name in hosts if len(free[name]) >= each][:nodes]
-    if len(rooms) < nodes and len([host for host in hosts.values() if host.slots]) == 1 and rooms:
-        rooms = [rooms[0]] * nodes  # one machine stands for all nodes, as on a laptop
-    if len(rooms) < nodes or any(len(free[name]) < each * rooms.count(name) for name in rooms):
+    chosen = [name for name in hosts if len(free[name]) >= each][:nodes]
+    if len(chosen) < nodes and len([host for host in hosts.values() if host.slots]) == 1 and chosen:
+        chosen = [chosen[0]] * nodes  # one machine stands for all nodes, as on a laptop
+    if len(chosen) < nodes or any(len(free[name]) < each * chosen.count(name) for name in chosen):
         raise _misfit(
             options, hosts, f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {each} trainer ranks do not fit"
         )
-    return tuple(_place(hosts[name], (free[name].pop(0),)) for name in rooms for _ in range(each))
+    return tuple(_place(hosts[name], (free[name].pop(0),)) for name in chosen for _ in range(each))
 
 
 def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], options: Options) -> Location:

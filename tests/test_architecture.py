@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: floors, small rooms, nothing unpickled."""
+"""Rules that a reader relies on: packages import downwards, folders are small, nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ WRITERS = {
 CHOOSERS = {"cli/hostfile.py", "cli/launch.py", "cli/plan.py"}
 #: a word of Slurm's own: its commands, its states
 SLURMS = re.compile(r"(?i:\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b")
-#: where one may stand outside of its room: help, a site's keys
+#: where one may stand outside of launch/slurm: help, a site's keys
 SLURMS_ALLOWED = {
     "launch/mpi/mpirun.py",
     "cli/main.py",
@@ -202,7 +202,7 @@ def test_mpirun_is_named_by_choosers() -> None:
                 assert name in CHOOSERS, f"{path}:{line}: names {module}"
 
 
-def test_only_slurms_room_speaks_slurm() -> None:
+def test_only_launch_slurm_speaks_slurm() -> None:
     """In code: comments and docstrings may tell of Slurm by way of example."""
     for path in FILES:
         if path.parent.name == "slurm" or str(path.relative_to(ROOT)) in SLURMS_ALLOWED:
@@ -215,7 +215,7 @@ def test_only_slurms_room_speaks_slurm() -> None:
                 assert not SLURMS.search(name), f"{path}:{node.lineno}: {name}"
 
 
-def test_no_room_is_a_heap() -> None:
+def test_no_folder_is_a_heap() -> None:
     for folder in sorted({path.parent for path in FILES}):
         files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= MOST, f"{folder} holds {len(files)} files: divide it"
@@ -320,7 +320,7 @@ def test_nobody_listens_on_every_interface() -> None:
                 pytest.fail(f"{path}:{node.lineno}")
 
 
-def test_one_deadline_and_one_plugin_room() -> None:
+def test_one_deadline_and_one_plugin_folder() -> None:
     """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginFolder`."""
     again = {
         "transport/client.py": "when it repeats itself",
@@ -491,14 +491,14 @@ def test_words_that_are_not_written() -> None:
             pytest.fail(f"{path.relative_to(repo)}: {found[0]}: {instead}")
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_package_says_what_it_is_for() -> None:
     for path in FILES:
         if path.name == "__init__.py" and any(path.parent.glob("[!_]*.py")):
             assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} has no docstring"
 
 
-def test_doors_name_files_that_are_there() -> None:
-    """What a room's docstring puts in backquotes as a file is one of the room, or a path of the package."""
+def test_docstrings_name_files_that_are_there() -> None:
+    """What a package's docstring puts in backquotes as a file is one of the package, or a path of the package."""
     for path in FILES:
         if path.name == "__init__.py":
             for name in re.findall(r"`([\w/]+\.py)`", ast.get_docstring(parsed(path)) or ""):
@@ -506,10 +506,16 @@ def test_doors_name_files_that_are_there() -> None:
                 assert any(there) or "NAME" in name, f"{path.relative_to(ROOT)}: {name}"
 
 
+def test_ten_files_to_read_first() -> None:
+    text = (ROOT.parent / "docs/development.md").read_text()
+    files = re.findall(r"(?m)^\d+\. `(hpcrl/[\w/]+\.py)`", text)
+    assert len(files) == 10 and all((ROOT.parent / name).is_file() for name in files), files
+
+
 def test_pages_name_files_that_are_there() -> None:
-    """What docs/architecture.md, docs/internals.md and CONTRIBUTING.md put in backquotes as a path of the package or the tests."""
+    """What docs/architecture.md, docs/development.md and CONTRIBUTING.md put in backquotes as a path of the package or the tests."""
     repo = ROOT.parent
-    for page in ("docs/architecture.md", "docs/internals.md", "CONTRIBUTING.md"):
+    for page in ("docs/architecture.md", "docs/development.md", "CONTRIBUTING.md"):
         for path in re.findall(r"`([\w./]+(?:\.py|/))`", (repo / page).read_text()):
             first = path.split("/")[0]  # one that is no folder of these is relative to what the row is about
             if "NAME" not in path and "/" in path and ((ROOT / first).is_dir() or (repo / first).is_dir()):

@@ -13,34 +13,34 @@ from tools.mutants import REPO
 pytestmark = [pytest.mark.process, pytest.mark.lint]
 
 TABLE = """
-[rooms]
+[packages]
 kl = ["tests/algorithms/test_losses.py", "-k", "test_a_kl_is_as_before"]
 
 [[mutants]]
 id = "bound"
 file = "hpcrl/algorithms/kl/low_var_kl.py"
-room = "kl"
+package = "kl"
 old = "BOUND = 10.0"
 new = "BOUND = 11.0"
 
 [[mutants]]
 id = "same"
 file = "hpcrl/algorithms/kl/low_var_kl.py"
-room = "kl"
+package = "kl"
 old = "BOUND = 10.0"
 new = "BOUND = 5.0 * 2"
 
 [[mutants]]
 id = "hangs"
 file = "hpcrl/algorithms/kl/low_var_kl.py"
-room = "kl"
+package = "kl"
 old = "BOUND = 10.0"
 new = "BOUND = 10.0; import time; time.sleep(600)"
 
 [[mutants]]
 id = "ends"
 file = "hpcrl/algorithms/kl/low_var_kl.py"
-room = "kl"
+package = "kl"
 old = "BOUND = 10.0"
 new = "BOUND = 10.0; import os; os._exit(0)"
 """
@@ -49,9 +49,9 @@ import sys
 from pathlib import Path
 import tools.mutants as it
 it.TABLE = Path(sys.argv[1])
-rooms, mutants = it.read_table(it.TABLE)
+packages, mutants = it.read_table(it.TABLE)
 it.preload()
-for mutant in [*it.unedited(rooms, mutants), *mutants]:
+for mutant in [*it.unedited(packages, mutants), *mutants]:
     found = it.run(mutant, 4 if mutant.id == "hangs" else 200)
     print(mutant.id, found.noticed, found.by, flush=True)
 """

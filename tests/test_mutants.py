@@ -14,7 +14,7 @@ from tools import planted
 from tools.mutants import CORE, REPO, BrokenTable, Mutant, Verdict, bad, main, private_copy, read_table, unedited
 
 MOST_SURVIVORS = 5
-ROOMS = (
+PACKAGES = (
     "hpcrl/algorithms/",
     "hpcrl/trainer/step/",
     "hpcrl/trainer/megatron/",
@@ -39,14 +39,14 @@ def test_every_mutant_applies_and_compiles() -> None:
     for mutant in mutants:
         mutant.check()
     assert len(mutants) >= 150
-    for room in ROOMS:
-        assert any(mutant.file.startswith(room) for mutant in mutants), room
+    for package in PACKAGES:
+        assert any(mutant.file.startswith(package) for mutant in mutants), package
 
 
 @pytest.mark.lint
 def test_the_tests_of_every_mutant_are_there() -> None:
-    rooms, mutants = read_table()
-    for mutant in [*mutants, *unedited(rooms, mutants)]:
+    packages, mutants = read_table()
+    for mutant in [*mutants, *unedited(packages, mutants)]:
         for path in mutant.tests:
             assert path.startswith("-") or (REPO / path.partition("::")[0]).exists(), (mutant.id, path)
 
@@ -78,15 +78,15 @@ def test_a_mutant_that_cannot_be_is_refused(old: str, new: str, said: str) -> No
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[[mutants]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\nroom = "absent"', "absent"),
-        ('[[mutants]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\nroom = "r"\nodd = 1', "odd"),
-        ("\n".join(['[[mutants]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\nroom = "r"'] * 2), "one id: a"),
+        ('[[mutants]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\npackage = "absent"', "absent"),
+        ('[[mutants]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\npackage = "r"\nodd = 1', "odd"),
+        ("\n".join(['[[mutants]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\npackage = "r"'] * 2), "one id: a"),
     ],
 )
 @pytest.mark.lint
 def test_a_table_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "mutants.toml"
-    path.write_text(f'[rooms]\nr = ["tests"]\n{text}\n')
+    path.write_text(f'[packages]\nr = ["tests"]\n{text}\n')
     with pytest.raises(BrokenTable, match=said):
         read_table(path)
 

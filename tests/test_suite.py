@@ -17,21 +17,21 @@ from tests.test_architecture import MOST, ROOT
 pytestmark = pytest.mark.lint
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
-#: folders of tests/ that are not a room's: helpers, whole runs, campaigns; and pages, examples and the wheel
-NOT_ROOMS = {"support", "whole_runs", "soak", "documents"}
+#: folders of tests/ that are not a package's: helpers, whole runs, campaigns; and pages, examples and the wheel
+NOT_PACKAGES = {"support", "whole_runs", "soak", "documents"}
 
 
-def test_tests_lie_where_their_rooms_do() -> None:
-    """A folder in tests/ is a room under the same path, and a test named as a module of a smaller room is in it."""
+def test_tests_lie_where_their_packages_do() -> None:
+    """A folder in tests/ is a package under the same path, and a test named as a module of a smaller package is in it."""
     for path in FILES:
         folder = path.parent.relative_to(TESTS)
-        if folder.parts and folder.parts[0] in NOT_ROOMS:
+        if folder.parts and folder.parts[0] in NOT_PACKAGES:
             continue
-        assert (ROOT / folder).is_dir(), f"{folder} is not a room of hpcrl"
+        assert (ROOT / folder).is_dir(), f"{folder} is not a package of hpcrl"
         name = path.name.removeprefix("test_")
-        rooms = {found.parent.relative_to(ROOT) for found in (ROOT / folder).rglob(name)} if folder.parts else set()
-        if path.name.startswith("test_") and rooms:
-            assert folder in rooms, f"{path.relative_to(TESTS)} belongs in tests/{min(rooms)}"
+        packages = {found.parent.relative_to(ROOT) for found in (ROOT / folder).rglob(name)} if folder.parts else set()
+        if path.name.startswith("test_") and packages:
+            assert folder in packages, f"{path.relative_to(TESTS)} belongs in tests/{min(packages)}"
     for folder in {path.parent for path in TESTS.rglob("test_*.py")}:
         assert len(list(folder.glob("test_*.py"))) <= MOST, f"{folder} holds more than {MOST} files: divide it"
 

@@ -2,8 +2,8 @@
 
     python -m tools.mutants                    # all of tests/mutants.toml
     python -m tools.mutants gspo share-        # those whose id contains one of these
-    python -m tools.mutants --sound            # only whether every room's tests pass without an edit
-    python -m tools.mutants --record           # also by which of a room's tests, into tests/baseline.toml
+    python -m tools.mutants --sound            # only whether every package's tests pass without an edit
+    python -m tools.mutants --record           # also by which of a package's tests, into tests/baseline.toml
 
 A mutant is an edit of a private copy of the package. Its tests run in a process that is forked from one which has
 imported torch, Megatron-core and all else that is not hpcrl's; whatever they start finds the copy, too.
@@ -160,25 +160,25 @@ class Verdict:
 
 
 def read_table(path: Path = TABLE) -> tuple[dict[str, tuple[str, ...]], list[Mutant]]:
-    """(room -> its tests, the mutants).
+    """(package -> its tests, the mutants).
 
     Raises:
-        BrokenTable: if an id is there twice, a room has no tests, or a field is unknown.
+        BrokenTable: if an id is there twice, a package has no tests, or a field is unknown.
     """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    rooms = {name: tuple(tests) for name, tests in table["rooms"].items()}
+    packages = {name: tuple(tests) for name, tests in table["packages"].items()}
     mutants = []
     for row in table["mutants"]:
         try:
-            tests = tuple(row.pop("tests", ())) or rooms[row.pop("room")]
-            row.pop("room", None)
+            tests = tuple(row.pop("tests", ())) or packages[row.pop("package")]
+            row.pop("package", None)
             mutants.append(Mutant(**row, tests=tests))
         except (KeyError, TypeError) as error:
             raise BrokenTable(f"mutant {row.get('id')}: {error!r}") from error
     ids = [mutant.id for mutant in mutants]
     if twice := {name for name in ids if ids.count(name) > 1}:
         raise BrokenTable(f"two mutants have one id: {', '.join(sorted(twice))}")
-    return rooms, mutants
+    return packages, mutants
 
 
 def private_copy(edit: Edit, folder: Path) -> Path:
@@ -215,7 +215,7 @@ def outcome(edit: Edit, seconds: float = SECONDS) -> Outcome:
     """Run the tests of an edit in a child until the first one fails.
 
     Raises:
-        BrokenTable: if pytest could not run them at all. A room without core tests is no error.
+        BrokenTable: if pytest could not run them at all. A package without core tests is no error.
     """
     folder = Path(tempfile.mkdtemp(prefix="mutant-"))
     begun = time.monotonic()
@@ -290,9 +290,9 @@ def _in_child(edit: Edit, root: Path, folder: Path, parent: int) -> None:
     (folder / "status").write_text(str(status))  # else the edit has ended the process, which is no pass
 
 
-def unedited(rooms: dict[str, tuple[str, ...]], mutants: Sequence[Mutant]) -> list[Mutant]:
+def unedited(packages: dict[str, tuple[str, ...]], mutants: Sequence[Mutant]) -> list[Mutant]:
     """One run without an edit of each set of tests that the mutants have."""
-    names = {tests: name for name, tests in rooms.items()}
+    names = {tests: name for name, tests in packages.items()}
     sets = dict.fromkeys(mutant.tests for mutant in mutants)
     return [Mutant(f"unedited-{names.get(tests, ' '.join(tests))}", "", "", "", tests) for tests in sets]
 
@@ -316,11 +316,11 @@ def campaign(names: Sequence[str] = (), sound: bool = False) -> Iterator[Verdict
         names: parts of ids; () for all.
         sound: only those without an edit.
     """
-    rooms, chosen = read_table()[0], choose(names)
+    packages, chosen = read_table()[0], choose(names)
     for mutant in chosen:
         mutant.check()
     preload()
-    for mutant in unedited(rooms, chosen):
+    for mutant in unedited(packages, chosen):
         yield run(mutant)
     for mutant in [] if sound else chosen:
         yield run(mutant)
@@ -343,11 +343,11 @@ def line_of(verdict: Verdict) -> str:
 
 
 def record(names: Sequence[str]) -> int:
-    """Write into tests/baseline.toml which mutants are killed by the core tests of their room, and which by its others
-    alone; 1 if one is killed by none, or tests fail without an edit.  What core tests kill, all of them do."""
-    rooms, chosen = read_table()[0], choose(names)
+    """Write into tests/baseline.toml which mutants are killed by the core tests of their package, and which by its
+    others alone; 1 if one is killed by none, or tests fail without an edit.  What core tests kill, all of them do."""
+    packages, chosen = read_table()[0], choose(names)
     preload()
-    failing = [plain.id for plain in unedited(rooms, chosen) if run(plain).noticed]
+    failing = [plain.id for plain in unedited(packages, chosen) if run(plain).noticed]
     tables = {name: set(ids) for name, ids in baseline.read().get("mutants", {}).items()}
     for mutant in chosen:
         mutant.check()

@@ -29,7 +29,7 @@ from hpcrl.errors import UsageError
 from hpcrl.utils.plugins import PluginFolder
 
 Kind = Literal["estimators", "losses", "corrections", "kl"]
-ROOM = Path(__file__).parents[1] / "algorithms"
+ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 #: what an algorithm may need
 NEEDS = {
@@ -61,10 +61,10 @@ class AlgorithmFile:
 @cache
 def algorithm_files(kind: Kind) -> dict[str, AlgorithmFile]:
     """Name -> what its file declares, of every file of a kind, by name."""
-    room = PluginFolder(ROOM / kind)
-    declared = {name: room.literals(name, DEFAULTS) for name in room.names()}
+    folder = PluginFolder(ALGORITHMS / kind)
+    declared = {name: folder.literals(name, DEFAULTS) for name in folder.names()}
     return {
-        name: AlgorithmFile(room.title(name), **{key.lower(): value for key, value in found.items()})
+        name: AlgorithmFile(folder.title(name), **{key.lower(): value for key, value in found.items()})
         for name, found in declared.items()
     }
 

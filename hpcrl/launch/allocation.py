@@ -1,4 +1,4 @@
-"""The Slurm job around the batch process of a run, as this room sees it: hpcrl/launch/slurm/batch_process.py asks
+"""The Slurm job around the batch process of a run, as this package sees it: hpcrl/launch/slurm/batch_process.py asks
 Slurm."""
 
 from __future__ import annotations

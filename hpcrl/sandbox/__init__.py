@@ -24,8 +24,9 @@ before.  `async with sandbox() as box` (`pool.py`) hands one out that was made a
 | kernel interfaces for administrators and debuggers | none | `seccomp.py` |
 | time, memory, processes, files, output | bounded | limits, and `main.py`, which watches |
 
-Invariant: standard library alone, and nothing imported from the rest of hpcrl but errors and a few files of toolbox
-that import no more, so that it starts quickly and can be read as a whole.
+Invariant: standard library alone, and nothing imported from the rest of hpcrl but errors and a few files of utils
+that import no more, so that it starts quickly and can be read as a whole (`nodes/`, `harbor/` and `slime_script.py`
+import more).
 """
 
 from __future__ import annotations

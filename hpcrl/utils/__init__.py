@@ -1,8 +1,10 @@
-"""One of each small mechanism that every process needs; this room knows nothing of training, launchers or engines.
+"""Small mechanisms that every process needs, one of each; nothing here knows training, launchers or engines.
 
-deadline.py    how long something may take, and waiting for it
-arguments.py   the parser of commands that take no options of a run
-retry.py       trying again what may pass
-liveness.py       when a peer was last heard of
-plugins.py     what a folder of files registers: one file, one name
+deadline.py         how long something may take, and waiting for it
+retry.py            trying again what may pass
+liveness.py         when a peer was last heard of
+plugins.py          plug-ins of a folder: one file, one name
+arguments.py        the parser of commands that take no options of a run
+untrusted_files.py  reading files that another user may have written
+shipped_files.py    examples, hostfiles, scripts and site profiles, which a wheel brings as well
 """

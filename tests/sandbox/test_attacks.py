@@ -112,12 +112,9 @@ def readable_directory() -> Iterator[Path]:
         package = folder / "package" / "hpcrl"
         source = Path(hpcrl.__file__).parent
         shutil.copytree(source / "sandbox", package / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
-        (package / "toolbox").mkdir()
-        toolbox = (
-            "toolbox/__init__.py",
-            *(f"toolbox/{name}.py" for name in ("deadline", "host_rules", "locks", "plugins")),
-        )
-        for name in ("__init__.py", "errors.py", *toolbox):
+        (package / "utils").mkdir()
+        utils = (f"utils/{name}.py" for name in ("__init__", "deadline", "host_rules", "locks", "plugins"))
+        for name in ("__init__.py", "errors.py", *utils):
             shutil.copy(source / name, package / name)
         (folder / "shown").mkdir()
         shutil.copy(HERE / "attacks.py", folder / "shown")

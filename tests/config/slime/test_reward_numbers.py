@@ -26,12 +26,12 @@ from tests.config.slime.slime_functions import functions
 
 FILE = Path(__file__).parent / "recorded" / "rewards.json"
 CHECKOUT = os.environ.get("SLIME_CHECKOUT", "")
-ROOM = "slime/rollout/rm_hub"
+REWARDS = "slime/rollout/rm_hub"
 SOURCES = {
-    f"{ROOM}/math_utils.py": "grade_answer_verl, 5046addb",
-    f"{ROOM}/deepscaler.py": "get_deepscaler_rule_based_reward, 2944cca5",
-    f"{ROOM}/math_dapo_utils.py": "compute_score, 9ed8b38e",
-    f"{ROOM}/f1.py": "f1_score, as stored in a copy at e0be9a07",
+    f"{REWARDS}/math_utils.py": "grade_answer_verl, 5046addb",
+    f"{REWARDS}/deepscaler.py": "get_deepscaler_rule_based_reward, 2944cca5",
+    f"{REWARDS}/math_dapo_utils.py": "compute_score, 9ed8b38e",
+    f"{REWARDS}/f1.py": "f1_score, as stored in a copy at e0be9a07",
 }
 #: (content of a box, label)
 BOXES = [
@@ -122,7 +122,7 @@ def slimes(checkout: Path) -> dict[str, Callable[[str, Any], float]]:
         "Optional": Any,
     }
     files = {
-        name: functions(checkout, f"{ROOM}/{name}.py", shared)
+        name: functions(checkout, f"{REWARDS}/{name}.py", shared)
         for name, shared in {
             "math_utils": of_sympy,
             "math_dapo_utils": {"re": re},
@@ -130,7 +130,7 @@ def slimes(checkout: Path) -> dict[str, Callable[[str, Any], float]]:
             | {"Counter": importlib.import_module("collections").Counter},
         }.items()
     }
-    deep = functions(checkout, f"{ROOM}/deepscaler.py", files["math_utils"])
+    deep = functions(checkout, f"{REWARDS}/deepscaler.py", files["math_utils"])
     score = files["math_dapo_utils"]["compute_score"]
     return {
         "math": lambda response, label: float(bool(files["math_utils"]["grade_answer_verl"](response, label))),
