@@ -32,7 +32,7 @@ from hpcrl.sandbox.run import Confined, Unconfined, run_confined
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import read_given, read_regular
 
-HERE = Path(__file__).parent
+SLIME = Path(__file__).parents[1] / "config" / "slime"
 SECONDS = 30.0  #: that a script may take
 #: libraries that Python and its standard library load, where they lie next to it
 LIBRARIES = ("python3*", "z", "ffi", "ssl", "crypto", "bz2", "lzma", "expat", "uuid", "sqlite3")
@@ -49,10 +49,10 @@ MOST_CALL = 1 << 20
 MOST_SCRIPT = 1 << 20
 #: what runs a launcher in Python
 LAUNCHER = (
-    "config/slime/launcher.py",
-    "config/slime/launcher_values.py",
-    "config/slime/launcher_settings.py",
-    "config/slime/launcher_source.py",
+    "launcher.py",
+    "launcher_values.py",
+    "launcher_settings.py",
+    "launcher_source.py",
 )
 ARRAY = "hpcrl-array"  #: a call of this name is a line of flags that ran as a command
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
@@ -201,7 +201,7 @@ def _run(
         **variables,
         "PATH": f"{_TOOLS_INSIDE}/bin",
         "TMPDIR": "/tmp",
-        "BASH_ENV": f"{_TOOLS_INSIDE}/config/slime/prelude.sh",
+        "BASH_ENV": f"{_TOOLS_INSIDE}/prelude.sh",
         "HPCRL_CALLS": RESULTS,
         "HPCRL_TOOLS": TOOLS,
         "HPCRL_NOTED": NOTED,
@@ -252,15 +252,15 @@ def _equip(scratch: Path, bash: str) -> None:
         if found := _tool(name):
             (tools / "bin" / name).symlink_to(found)
     for name in NOTED.split():
-        noted = f'#!{bash}\nbuiltin source {_TOOLS_INSIDE}/config/slime/prelude.sh\nhpcrl_note {name} "$@"\n'
+        noted = f'#!{bash}\nbuiltin source {_TOOLS_INSIDE}/prelude.sh\nhpcrl_note {name} "$@"\n'
         (tools / "bin" / name).write_text(noted)
         (tools / "bin" / name).chmod(0o755)
     for name, family in model_families().items():
         arguments = "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
         (tools / "models" / f"{name}.sh").write_text(arguments)
-    (tools / "config/slime/prelude.sh").write_text(read_given(HERE / "config/slime/prelude.sh"))
+    (tools / "prelude.sh").write_text(read_given(SLIME / "prelude.sh"))
     for name in LAUNCHER:
-        (tools / "lib/hpcrl/config/slime" / name).write_text(read_given(HERE / name))
+        (tools / "lib/hpcrl/config/slime" / name).write_text(read_given(SLIME / name))
 
 
 def _folders(script: Path, models: Path | None) -> Iterator[Path]:
