@@ -80,7 +80,7 @@ def simulated(count: int, tokens: int) -> Iterator[list[int]]:
 async def generator(root: Path, ports: list[int]) -> AsyncIterator[EngineClient]:
     """What the rollout process has, for engines on these ports."""
     rundir = RunDir.create(root)
-    rundir.begin()
+    rundir.make_attempt()
     make_keys(rundir, 1)
     for index, port in enumerate(ports):
         publish(rundir, EnginePeer(host="127.0.0.1", port=port, model_len=65536), index)
@@ -232,7 +232,7 @@ async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
 
 async def real(root: Path, rounds: int) -> dict[str, Ways]:
     """Processor seconds a sample of a real engine's server, by load and way."""
-    from hpcrl.engine.membership.http import ask
+    from hpcrl.engine.membership.http import request_json
     from tests.support.engines import Engines
     from tests.support.tiny import make_model
 
@@ -245,7 +245,9 @@ async def real(root: Path, rounds: int) -> dict[str, Ways]:
     found: dict[str, Ways] = {}
     try:
         await asyncio.to_thread(engines.wait)
-        ask(engines.address(), "POST", "/update_weight_version", 60, {"new_version": "0"})  # as after the first update
+        request_json(
+            engines.address(), "POST", "/update_weight_version", 60, {"new_version": "0"}
+        )  # as after the first update
         server = psutil.Process(psutil.Process(engines.processes[0].pid).children()[0].pid)
         for tokens in (8, 64):
             found[f"{tokens} tokens"] = await _real(engines, server, rounds, tokens)

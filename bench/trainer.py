@@ -79,7 +79,7 @@ def batch(low: int = 16, high: int = 448) -> SampleBatch:
                 status=COMPLETED,
             )
         )
-    return SampleBatch.of(found)
+    return SampleBatch.from_samples(found)
 
 
 def share_of(rank: int, ranks: int, data: SampleBatch | None = None) -> Share:
@@ -91,7 +91,7 @@ def share_of(rank: int, ranks: int, data: SampleBatch | None = None) -> Share:
     local = iter(range(len(rows)))
     micros = [[[next(local) for _ in micro] for micro in own]]
     of_all = {"step_samples": [SAMPLES], "step_tokens": [int(data.loss_mask.sum())], "table": data.rows}
-    return Share(0, 0, data.take(rows), micros, **of_all, own=np.asarray(rows, np.int32))
+    return Share(0, 0, data.select(rows), micros, **of_all, own=np.asarray(rows, np.int32))
 
 
 # ---- on the ranks

@@ -38,7 +38,7 @@ class TokenColumn(NamedTuple):
     """
 
     dtype: np.dtype
-    of: str
+    counted_by: str
     dims: int = 0
     optional: bool = False
 
@@ -117,8 +117,8 @@ class Sample:
         if not 0 <= self.response_length <= len(self.tokens):
             return f"a response of {self.response_length} tokens, {len(self.tokens)} of prompt and response"
         for name, column in self.columns().items():
-            if len(column) != sizes[COLUMNS[name].of]:
-                return f"{len(column)} {name} for {sizes[COLUMNS[name].of]} tokens"
+            if len(column) != sizes[COLUMNS[name].counted_by]:
+                return f"{len(column)} {name} for {sizes[COLUMNS[name].counted_by]} tokens"
         return ""
 
 
@@ -159,7 +159,7 @@ class SampleBatch:
         return len(self.rows)
 
     @classmethod
-    def of(cls, samples: list[Sample]) -> SampleBatch:
+    def from_samples(cls, samples: list[Sample]) -> SampleBatch:
         """Columns of `samples`, in their order.
 
         Raises:
@@ -196,12 +196,12 @@ class SampleBatch:
         """int64 [n + 1]: where each sample's response columns begin and end."""
         return _offsets(self.rows["response_length"])
 
-    def take(self, indices: list[int] | np.ndarray) -> SampleBatch:
+    def select(self, indices: list[int] | np.ndarray) -> SampleBatch:
         """The samples at `indices`, in that order, as a new batch."""
         at = {name: _offsets(self.rows[name]) for name in ("length", "response_length")}
 
         def cut(name: str, column: np.ndarray) -> np.ndarray:
-            bounds = at[COLUMNS[name].of]
+            bounds = at[COLUMNS[name].counted_by]
             return _join([column[bounds[i] : bounds[i + 1]] for i in indices] or [column[:0]], COLUMNS[name].dtype)
 
         columns = {name: cut(name, getattr(self, name)) for name in REQUIRED}
@@ -210,7 +210,7 @@ class SampleBatch:
 
     def offsets_of(self, name: str) -> np.ndarray:
         """int64 [n + 1]: where each sample's part of a column begins and ends."""
-        return _offsets(self.rows[COLUMNS[name].of])
+        return _offsets(self.rows[COLUMNS[name].counted_by])
 
 
 def responses_of(rows: np.ndarray) -> np.ndarray:

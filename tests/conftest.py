@@ -125,7 +125,7 @@ def rundir(tmp_path: Path) -> RunDir:
     from hpcrl.run.rundir import RunDir
 
     made = RunDir.create(tmp_path / "run")
-    made.begin()
+    made.make_attempt()
     return made
 
 

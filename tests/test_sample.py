@@ -43,7 +43,7 @@ def full() -> Sample:
     """A sample in which every declared field and column has a value that is not its default."""
     rng = np.random.default_rng(7)
     columns = {
-        name: rng.integers(0, 2, (SIZES[kind.of], *range(2, 2 + kind.dims))).astype(kind.dtype)
+        name: rng.integers(0, 2, (SIZES[kind.counted_by], *range(2, 2 + kind.dims))).astype(kind.dtype)
         for name, kind in COLUMNS.items()
     }
     made = {int: 3, float: 0.5, str: "text", bool: True, Any: ["any"]}
@@ -131,9 +131,9 @@ def test_rows_have_the_rewards_of_their_samples() -> None:
     samples = [
         dataclasses.replace(full(), index=index, reward=reward) for index, reward in enumerate((0.25, 1.0, -2.0))
     ]
-    batch = SampleBatch.of(samples)
+    batch = SampleBatch.from_samples(samples)
     assert batch.rows["reward"].tolist() == [0.25, 1.0, -2.0]
-    assert batch.take([2, 0]).rows[["index", "reward"]].tolist() == [(2, -2.0), (0, 0.25)]
+    assert batch.select([2, 0]).rows[["index", "reward"]].tolist() == [(2, -2.0), (0, 0.25)]
 
 
 def test_every_field_is_shown_in_the_sample_file(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_declared_columns_are_fields() -> None:
     for kind in (Sample, SampleBatch):
         arrays = {name for name, hint in get_type_hints(kind).items() if hint is np.ndarray}
         assert arrays - {"rows"} == set(REQUIRED), kind
-    assert not set(REQUIRED) & set(OPTIONAL) and all(column.of in ROW.names for column in COLUMNS.values())
+    assert not set(REQUIRED) & set(OPTIONAL) and all(column.counted_by in ROW.names for column in COLUMNS.values())
 
 
 def test_what_an_earlier_version_wrote_is_read() -> None:

@@ -40,7 +40,7 @@ class OpenClient(QueueClient):
 
 def produce(control: Control, passes: Passes, scratch: Path, encrypted: bool = True) -> None:
     rundir = RunDir.create(scratch / "run")
-    rundir.begin()
+    rundir.make_attempt()
     auth.make_keys(rundir, 1)
     asyncio.run(_serve(control, passes, (QueueServer if encrypted else OpenServer)(rundir, PLAN, 1, {})))
 
@@ -53,7 +53,7 @@ async def _serve(control: Control, passes: Passes, server: QueueServer) -> None:
         await asyncio.to_thread(control.hear)
         for _ in range(passes.batches):
             samples = work[number % DIFFERENT]
-            share = Share(number, 0, SampleBatch.of(samples), MICRO_BATCHES, [len(samples)], [0], {})
+            share = Share(number, 0, SampleBatch.from_samples(samples), MICRO_BATCHES, [len(samples)], [0], {})
             await server.put(number, [share])
             number += 1
     await asyncio.to_thread(control.hear)

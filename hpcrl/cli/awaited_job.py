@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpcrl.cli.find_run import ASK
-from hpcrl.launch.slurm.jobs import look
+from hpcrl.launch.slurm.jobs import query_jobs
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.utils.liveness import LastSign
 
@@ -49,7 +49,7 @@ def asker(job: JobKey) -> Callable[[], Answer]:
     """What an `AwaitedJob` asks."""
 
     def ask() -> Answer:
-        answer = look([job])
+        answer = query_jobs([job])
         return answer.jobs.get(job), answer.note
 
     return ask

@@ -228,11 +228,11 @@ def _slurm(case: Case, request: AllocationRequest) -> Iterator[Finding]:
         return
     verdict = test_only(_text(case.site, request, "true", case.directory), SECONDS)
     if verdict.never:
-        what = f"Slurm refuses a job like this run's: {verdict.said}"
+        what = f"Slurm refuses a job like this run's: {verdict.text}"
         yield Finding("fail", "", what, verdict.hint)
     elif not verdict.accepted:
         hint = "a job that can start once other nodes are up is taken, and waits; else " + verdict.hint
-        yield Finding("warn", "", f"sbatch --test-only of a job like this run's: {verdict.said}", hint)
+        yield Finding("warn", "", f"sbatch --test-only of a job like this run's: {verdict.text}", hint)
     else:
         yield Finding("ok", "", "Slurm takes a job like this run's (sbatch --test-only)")
 

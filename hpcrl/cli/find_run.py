@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.errors import UsageError
-from hpcrl.launch.slurm.jobs import look
+from hpcrl.launch.slurm.jobs import query_jobs
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER, STOP
@@ -140,7 +140,7 @@ class Jobs:
 
     def __init__(self, runs: Iterable[Run]) -> None:
         keys = [key for run in runs if (key := _key(run))]
-        answer = look(keys) if keys else QueueAnswer()
+        answer = query_jobs(keys) if keys else QueueAnswer()
         self.jobs, self.note = answer.jobs, answer.note
 
     def word(self, run: Run) -> QueuedJob | None:

@@ -98,7 +98,7 @@ def rewritten(recipe: str, name: str, task: str, model: str | None) -> str:
     text = re.sub(r'^name = ".*"$', lambda _: f"name = {_quoted(name)}", text, count=1, flags=re.M)
     if model is None:
         return text
-    values = {"{model}": _quoted(str(as_given(model))), "{bf16}": json.dumps(_has_gpu())}
+    values = {"{model}": _quoted(str(as_given(model))), "{bf16}": json.dumps(Path("/dev/nvidiactl").exists())}
     lines = _OWN_MODEL.sub(lambda found: _line(found["key"], values.get(found["value"], found["value"])), text)
     return re.sub(r"^# the model: .*$", "# the model", lines, count=1, flags=re.M)
 
@@ -110,10 +110,6 @@ def _quoted(text: str) -> str:
 
 def _line(key: str, value: str) -> str:
     return f"{key} = {value}" if value != "leave out" else "# nothing is to be prepared for a model that is there"
-
-
-def _has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
 
 
 def _tested(folder: Path) -> str:

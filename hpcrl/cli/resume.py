@@ -19,7 +19,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
-from hpcrl.launch.job import RunJob, finished, held, reopen_job
+from hpcrl.launch.job import RunJob, finished, hold_run, reopen_job
 from hpcrl.launch.slurm.submission import submit_again
 from hpcrl.run.job_files import read_job
 from hpcrl.run.role import read_options
@@ -52,7 +52,7 @@ def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> N
     if not all(finished(job.directory(stage)) for stage in before) or not (directory / "options.json").is_file():
         what = "reached its last stage" if before else "begun"
         raise UsageError(f"{job.root} has not {what} yet", "leave --num-rollout out")
-    with held(job.root):
+    with hold_run(job.root):
         rundir = RunDir.latest(directory)
         options = read_options(rundir)
         summary = read_summary(directory)
@@ -100,7 +100,7 @@ def rewind_run(job: RunJob, number: int) -> None:
         )
     if not (job.directory(stage) / "options.json").is_file():
         raise UsageError(f"{job.root} has saved nothing yet", "leave --ckpt-step out")
-    with held(job.root):
+    with hold_run(job.root):
         rundir = RunDir.latest(job.directory(stage))
         directory = _checkpoints(rundir, read_options(rundir), number)
         write_atomic(directory / CHOSEN, str(number).encode(), mode=0o644)  # if it is damaged, no other is taken

@@ -69,8 +69,8 @@ def stop(argv: list[str]) -> int:
                 f"{name} seems to run, but its launcher is not on this host", f"if it is not: hpcrl cancel {name}"
             )
         process.send_signal(signal.SIGTERM)
-        return _asked(name)
-    return _ask(run, name)
+        return record_request(name)
+    return request_stop(run, name)
 
 
 def _refuse_of_another(run: Run) -> None:
@@ -88,19 +88,19 @@ def _later_jobs(run: Run) -> list[str]:
     assert run.job is not None
     numbers = later_jobs(run.job)
     keys = [JobKey(name, run.identity, run.job.submitted, history=False) for name in numbers]
-    words = slurm.look(keys).jobs if keys else {}
+    words = slurm.query_jobs(keys).jobs if keys else {}
     return [key.job_id for key in reversed(keys) if (word := words.get(key)) and not word.over]
 
 
-def _ask(run: Run, name: str) -> int:
+def request_stop(run: Run, name: str) -> int:
     try:
         touch(run.root / STOP)
     except OSError as error:
         raise HpcrlError(f"cannot write {run.root / STOP}: {error.strerror}", f"hpcrl cancel {name}") from error
-    return _asked(name)
+    return record_request(name)
 
 
-def _asked(name: str) -> int:
+def record_request(name: str) -> int:
     print(f"asked {name} to save and end; hpcrl watch {name} shows when it has")
     return 0
 
@@ -162,9 +162,9 @@ def _cancel_job(run: Run) -> int:
     except HpcrlError:
         (run.root / CANCEL).unlink(missing_ok=True)
         raise
-    if not word.begun:
+    if not word.started:
         _record_waiting(Run(run.root))
-    print(f"cancelled {called} of {name}" + ("" if word.begun else ", which had not started"))
+    print(f"cancelled {called} of {name}" + ("" if word.started else ", which had not started"))
     return 0
 
 

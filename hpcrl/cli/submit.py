@@ -165,8 +165,8 @@ def _show(shown: Submission) -> None:
         refuse_unfit(shown.request, shown.site)
         verdict = test_only(text, SECONDS)
         if verdict.never:
-            raise UsageError(f"Slurm refuses this job: {verdict.said}", verdict.hint)
-        print(f"# sbatch --test-only says: {verdict.said}")
+            raise UsageError(f"Slurm refuses this job: {verdict.text}", verdict.hint)
+        print(f"# sbatch --test-only says: {verdict.text}")
 
 
 def _note_place(shown: Submission) -> None:

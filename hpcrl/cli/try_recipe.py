@@ -26,7 +26,7 @@ from hpcrl.config.value_types import Kind
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch.standalone_engine import PROGRAM, borrow, prepare
 from hpcrl.plan import Location, Plan
-from hpcrl.run.process import PARENT, end
+from hpcrl.run.process import PARENT, end_processes
 from hpcrl.run.role import last_error
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import scratch
@@ -66,7 +66,7 @@ def try_recipe(argv: list[str]) -> int:
         if value < 1:
             raise UsageError(f"--{name} {value} is less than 1", "give 1 or more")
     target = of_recipe(Path(word), overrides, own.get("stage"))
-    print(f"{strip_control(target.said)}: {target.options.hf_checkpoint}", flush=True)
+    print(f"{strip_control(target.description)}: {target.options.hf_checkpoint}", flush=True)
     with scratch("try") as folder:
         return _sample(target, folder, counts)
 
@@ -92,7 +92,7 @@ def _sample(target: TriedModel, folder: Path, counts: dict[str, int]) -> int:
     )
     served = prepare(target.options, listen, keys)
     rundir = RunDir.create(folder / "run", FOLDERS)
-    rundir.begin()
+    rundir.make_attempt()
     place = Location(HERE, (), HERE, "lo")
     plan = Plan("try", 0, (place,), (), place, (listen,))
     write_atomic(rundir.options_file, options.model_dump_json().encode())
@@ -127,7 +127,7 @@ def _child(command: Sequence[str], out: IO[bytes] | None = None) -> Iterator[sub
         yield process
     finally:
         if process.poll() is None:
-            end([psutil.Process(process.pid)], GRACE)
+            end_processes([psutil.Process(process.pid)], GRACE)
         process.wait(timeout=GRACE)  # it has been killed
 
 

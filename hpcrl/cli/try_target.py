@@ -37,7 +37,7 @@ class TriedModel:
     """
 
     options: Options
-    said: str
+    description: str
     folder: Path
 
 

@@ -242,13 +242,9 @@ def _named(module: _Module | None, name: str) -> Kind:
             return kind_of(where, value)
         case (where, ast.AnnAssign(value=ast.expr() as value)):
             return kind_of(where, value)
-        case (where, ast.ClassDef() as cls) if _is_enum(cls):
+        case (where, ast.ClassDef() as cls) if any("Enum" in ast.unparse(base) for base in cls.bases):
             members = [
                 n.targets[0].id for n in cls.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
             ]
             return Kind("str", choices=tuple(m for m in members if not m.startswith("_")))
     return _OPEN
-
-
-def _is_enum(cls: ast.ClassDef) -> bool:
-    return any("Enum" in ast.unparse(base) for base in cls.bases)

@@ -46,7 +46,7 @@ def parse_flags(
             rest.append(word)
             continue
         try:
-            _take(word, words, extra or {}, by_stage, command)
+            _store_flag(word, words, extra or {}, by_stage, command)
         except UsageError as error:
             wrong.append(error)
             while words and not _is_flag(words[0]):  # whatever its values were
@@ -62,7 +62,7 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and not _NUMBER.match(word)
 
 
-def _take(
+def _store_flag(
     word: str, words: list[str], extra: Mapping[str, Kind], by_stage: dict[str, dict[str, Any]], command: dict[str, Any]
 ) -> None:
     """Store what the flag `word` says, its values taken from `words`."""

@@ -88,7 +88,7 @@ POINTS: dict[str, Point] = {
 }
 
 
-def spelled(name: str) -> str:
+def option_text(name: str) -> str:
     """An option as an error names it."""
     return "--" + name.replace("_", "-")
 
@@ -106,7 +106,7 @@ def missing_functions(options: Options) -> list[UsageError]:
     if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
         return []
     found = [
-        (spelled(name), path, *missing(path, options.code_path, point.parameters, point.keywords))
+        (option_text(name), path, *missing(path, options.code_path, point.parameters, point.keywords))
         for name, point in POINTS.items()
         for path in paths_of(options, name)
         if not is_foreign(path)
@@ -116,7 +116,7 @@ def missing_functions(options: Options) -> list[UsageError]:
 
 def _given(options: Options) -> list[tuple[str, str]]:
     """(flag, dotted path) of the user's own functions."""
-    return [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
+    return [(option_text(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
 
 
 def load_own(name: str, path: str) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ def load_own(name: str, path: str) -> Callable[..., Any]:
     Raises:
         UsageError: if it cannot be used there.
     """
-    return POINTS[name].load(path, spelled(name))
+    return POINTS[name].load(path, option_text(name))
 
 
 def load_points(options: Options, role: Role) -> dict[str, list[Callable[..., Any]]]:

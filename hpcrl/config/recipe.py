@@ -108,7 +108,7 @@ class Recipe:
         """The flags that a run directory holds, as `placed` would have them: its plain ones count in all stages."""
         return spread_flags(flags, self._tables())
 
-    def said(self, flags: Mapping[str, Any]) -> set[str]:
+    def options_set(self, flags: Mapping[str, Any]) -> set[str]:
         """The options that recipe or flags set, for whichever stage."""
         return {
             *self.values,

@@ -39,7 +39,7 @@ def check_model_directory(directory: str, python: str = sys.executable, seconds:
     if answer.code == 0:
         yield Finding("ok", "", f"the tokenizer loads; {last_line(answer.out)} token ids")
     else:
-        why = answer.said.removeprefix("hpcrl.errors.DataError: ")
+        why = answer.last_output.removeprefix("hpcrl.errors.DataError: ")
         yield Finding("fail", "", f"the tokenizer of {directory} does not load: {why}", "fix the model's directory")
 
 

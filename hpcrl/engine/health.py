@@ -27,7 +27,7 @@ from typing import IO, Any
 import psutil
 
 from hpcrl.engine.gpu_sharing import UPDATES
-from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, ask
+from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, request_json
 from hpcrl.run.process import descendants
 
 #: calls that vLLM's core makes in one step: whole weight updates, sleep, checks of weights
@@ -58,7 +58,7 @@ class CoreWatchdog:
     def _listen(self) -> None:
         while True:
             try:
-                ask(self._address, "GET", CORE, self._patience)
+                request_json(self._address, "GET", CORE, self._patience)
                 self._last = time.monotonic()
             except HttpError as error:
                 if error.status == LATE:

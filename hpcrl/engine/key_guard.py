@@ -53,10 +53,10 @@ def read_key() -> bytes:
         raise UsageError(
             f"the HTTP key of the run in {path} is shorter than 32 characters", "let hpcrl make the keys of the run"
         )
-    return key_of_engine(key, _realm()).encode()
+    return key_of_engine(key, _engine_name()).encode()
 
 
-def _realm() -> str:
+def _engine_name() -> str:
     return os.environ.get(REALM, "0.0")
 
 
@@ -67,10 +67,10 @@ class RunKeyGuard:
     def __init__(self, app: App) -> None:
         self.app = app
         self._expected = b"Bearer " + read_key()
-        self._challenge = f'Bearer realm="{_realm()}"'.encode()
+        self._challenge = f'Bearer realm="{_engine_name()}"'.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._admits(scope):
+        if scope["type"] == "lifespan" or admits(scope.get("headers", ()), self._expected):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             head = [
@@ -82,9 +82,6 @@ class RunKeyGuard:
             await send({"type": "http.response.body", "body": _REFUSED})
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"})
-
-    def _admits(self, scope: Scope) -> bool:
-        return admits(scope.get("headers", ()), self._expected)
 
 
 def admits(headers: Iterable[tuple[bytes, bytes]], expected: bytes) -> bool:

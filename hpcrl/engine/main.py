@@ -25,7 +25,7 @@ import psutil
 
 from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
-from hpcrl.engine.membership.http import HEALTH, REFUSED, TURN, Address, ask, status
+from hpcrl.engine.membership.http import HEALTH, REFUSED, TURN, Address, request_json, status
 from hpcrl.engine.multi_node import bound_socket, meet, variables
 from hpcrl.engine.server_settings import LISTEN_FD, build, gpu_wishes, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
@@ -37,7 +37,7 @@ from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import overruled
 from hpcrl.run.pauses import read_carried
 from hpcrl.run.peers import EnginePeer, publish
-from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
+from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end_descendants, end_processes
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.run.scratch import SHORT, Scratch
 from hpcrl.transport.auth import HTTP_KEY
@@ -69,7 +69,7 @@ class EngineSupervisor:
         self.backend = backend(context.options, context.plan, self.found.cpu)
         self._check_added()
         read_config(context.options.hf_checkpoint)
-        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: self._realm()}
+        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: self._key_name()}
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
         self.scratch = self.made.path
@@ -81,7 +81,7 @@ class EngineSupervisor:
         self.code: KeptCode | None = None
         self.died = False
 
-    def _realm(self) -> str:
+    def _key_name(self) -> str:
         """The name under which the engine's key is derived."""
         return f"{self.context.index}.{self.context.incarnation}"
 
@@ -175,7 +175,7 @@ class EngineSupervisor:
 
     def publish(self) -> None:
         """Tell the run where the engine is and what it can do."""
-        model = ask(self.address, "GET", "/v1/models", 60)["data"][0]
+        model = request_json(self.address, "GET", "/v1/models", 60)["data"][0]
         peer = EnginePeer(
             host=self.address.host,
             port=self.address.port,
@@ -187,7 +187,7 @@ class EngineSupervisor:
         self._keep_code(compiled=True)
         self._leave_the_gpus()
         publish(self.context.rundir, peer, self.context.index)
-        version = ask(self.address, "GET", "/version", 60)["version"]
+        version = request_json(self.address, "GET", "/version", 60)["version"]
         say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
 
     def _keep_code(self, compiled: bool = False) -> None:
@@ -203,7 +203,7 @@ class EngineSupervisor:
         """With --colocate: sleep before the engine is published, so that the trainer finds the GPUs free."""
         if self.context.options.takes_turns:
             for event in (Event.UP, Event.SLEEP):
-                ask(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
+                request_json(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
 
     def watch(self) -> None:
         """Return when told to stop.
@@ -236,7 +236,7 @@ class EngineSupervisor:
             if health >= REFUSED:
                 raise PeerError(
                     f"{self.name} has died: {HEALTH} answers {health or 'no more'}; "
-                    f"{self.memory.said() or self.log.explain()}"
+                    f"{self.memory.describe_kills() or self.log.explain()}"
                 )
             if now - silent_since > patience:
                 raise PeerError(
@@ -270,7 +270,7 @@ class EngineSupervisor:
             self.code.end()
         self.shared |= leftovers(descendants())
         if self.child is not None:
-            end(
+            end_processes(
                 [psutil.Process(self.child.pid)] if self.child.poll() is None else [], GRACE
             )  # it ends its own in order
         end_descendants(1.0)

@@ -64,7 +64,7 @@ class ExpertTables:
         self._shape = (len(layers), first.top_k)
         self._dtype = dtype
 
-    def take(self, request: str, tokens: int) -> tuple[int, int, bytes]:
+    def pop_table(self, request: str, tokens: int) -> tuple[int, int, bytes]:
         """(layers with experts, bytes of each, the table [tokens, layers, bytes]) of a request, which is then
         forgotten.
 
@@ -145,7 +145,7 @@ class Experts:
         self._client = client
         self._prompt = prompt
 
-    async def of(self, request: str, output: CompletionOutput) -> tuple[tuple[int, int], bytes]:
+    async def table_of(self, request: str, output: CompletionOutput) -> tuple[tuple[int, int], bytes]:
         """((layers, bytes of each), the table [tokens, layers, bytes]) of a finished request: every token but the last
         was read."""
         read = self._prompt + len(output.token_ids) - 1

@@ -88,10 +88,10 @@ async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, sen
     except EngineDeadError as error:
         return await _text(send, 500, f"the engine is dead: {error}")
     except ValueError as error:  # vLLM's refusals are ValueErrors
-        await _end(client, queues)
+        await _abort_requests(client, queues)
         return await _text(send, 400, str(error))
     except BaseException:
-        await _end(client, queues)
+        await _abort_requests(client, queues)
         raise
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/octet-stream")]}
@@ -123,7 +123,7 @@ async def _add(
     return await client.add_request(name, tokens_input(prompt), own)
 
 
-async def _end(client: AsyncLLM, queues: list[RequestOutputCollector]) -> None:
+async def _abort_requests(client: AsyncLLM, queues: list[RequestOutputCollector]) -> None:
     if queues:
         await client.abort([queue.request_id for queue in queues], internal=True)
 
@@ -161,7 +161,7 @@ class ResponseStream:
             unfinished = [queue for queue, task in zip(self._queues, waiting, strict=True) if not task.done()]
             for task in waiting:
                 task.cancel()
-            await _end(self._client, unfinished)
+            await _abort_requests(self._client, unfinished)
             if self._experts is not None:
                 await self._experts.forget([queue.request_id for queue in unfinished])
 
@@ -172,7 +172,7 @@ class ResponseStream:
             answer = answer_of(index, output.outputs[0])  # type: ignore[union-attr]
             if self._experts is not None:
                 name = self._queues[index].request_id
-                answer.routing, answer.experts = await self._experts.of(name, output.outputs[0])  # type: ignore[union-attr]
+                answer.routing, answer.experts = await self._experts.table_of(name, output.outputs[0])  # type: ignore[union-attr]
         except Exception as error:  # noqa: BLE001  (the client is to hear of it)
             answer = SampleAnswer(index, "error", error=f"{type(error).__name__}: {error}")
         self._ready.append(frame(answer))

@@ -16,7 +16,7 @@ import sys
 
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
-from hpcrl.engine.membership.http import ask
+from hpcrl.engine.membership.http import request_json
 from hpcrl.engine.multi_node import bound_socket
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE
@@ -30,7 +30,7 @@ class ServedEngine(EngineSupervisor):
 
     keeps_code = False
 
-    def _realm(self) -> str:
+    def _key_name(self) -> str:
         return secrets.token_hex(16)
 
     @property
@@ -48,7 +48,9 @@ class ServedEngine(EngineSupervisor):
 
     def publish(self) -> None:
         # as a run calls the weights with which it begins: hpcrl try brings none of its own
-        ask(self.address, "POST", "/update_weight_version", self.context.options.update_timeout, {"new_version": "0"})
+        request_json(
+            self.address, "POST", "/update_weight_version", self.context.options.update_timeout, {"new_version": "0"}
+        )
         super().publish()
         say(f"a run asks it with {ADDRS} {self.listen} {KEYS} {self.context.rundir.root.parent}")
 

@@ -105,7 +105,7 @@ class Receiver(WeightTransferEngine):
     drafts: OwnLayers | None = None  #: what updates bring in addition to the model
     slot: AdapterSlot | None = None  #: what they bring in its place: an adapter
     base = False  #: of an engine with an adapter: an update brings the weights under it
-    held: Holdings | None = None
+    parameters: Holdings | None = None
     account: UpdateChecklist | None = None
     loading = False  #: the model is taken apart for loading
     mixed = False  #: the model holds tensors of two versions
@@ -120,23 +120,23 @@ class Receiver(WeightTransferEngine):
 
     def take_stock(self) -> Holdings:
         """What the model holds, and what it drafts with; found once, before the first update."""
-        if self.held is None:
+        if self.parameters is None:
             names = listing(self.model_config.model)
             if self.slot is not None and not self.base:
-                self.held = self.slot.holdings(self.model_config.model, names)
-                return self.held
-            self.held = named_as_in_files(self.model, names)
+                self.parameters = self.slot.holdings(self.model_config.model, names)
+                return self.parameters
+            self.parameters = named_as_in_files(self.model, names)
             if self.drafts is not None:
                 self._of_drafts = self.drafts.holdings(names)
-                self.held = self.held.with_more(self._of_drafts)
-        return self.held
+                self.parameters = self.parameters.with_more(self._of_drafts)
+        return self.parameters
 
     def hold_base(self, alone: bool) -> None:
         """From now on updates bring the weights under the adapter, or the adapter."""
         if self.slot is not None and self.base != alone:
             self.slot.show_base(alone)
             self.base = alone
-            self.held = None
+            self.parameters = None
 
     def start_weight_update(self) -> None:
         self.account = UpdateChecklist(self.take_stock())
@@ -213,7 +213,7 @@ class Receiver(WeightTransferEngine):
 
     def _load_adapter(self, slot: AdapterSlot, weights: Pairs, last: bool) -> None:
         if not self.mixed:
-            slot.begin()
+            slot.register()
         self.mixed = True
         slot.load(weights)
         if last:

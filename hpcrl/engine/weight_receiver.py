@@ -159,9 +159,9 @@ class WorkerExtension:
             self._hpcrl_experts = ExpertTables(self.model_runner)
 
     def hpcrl_take_experts(self, request: str, tokens: int) -> tuple[int, int, bytes]:
-        """Those of a request, as `ExpertTables.take`."""
+        """Those of a request, as `ExpertTables.pop_table`."""
         assert self._hpcrl_experts is not None, "hpcrl_see_experts comes first"
-        return self._hpcrl_experts.take(request, tokens)
+        return self._hpcrl_experts.pop_table(request, tokens)
 
     def hpcrl_give_memory_back(self, level: int) -> int:
         """On a CPU: what vLLM's sleep of `level` would free on a GPU; by how many bytes we shrank."""
@@ -194,6 +194,6 @@ class WorkerExtension:
 
     def _hpcrl_held(self) -> Holdings:
         engine = self._hpcrl_engine()
-        if engine.held is None:
+        if engine.parameters is None:
             engine.drafts = own_layers(self)
         return engine.take_stock()

@@ -36,7 +36,7 @@ from hpcrl.run.copies_directory import copies_directory
 from hpcrl.run.engine_files import restart_limit, was_up
 from hpcrl.run.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
-from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants, set_limits
+from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end_descendants, end_processes, set_limits
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, RunDir
 from hpcrl.run.scratch import Scratch, sweep
@@ -76,15 +76,15 @@ class HostRoles:
         self._beats.mkdir(mode=0o700)
         self._pulse = HeartbeatMonitor(self._beats)
         self._timeline = role_timeline(rundir, "host", slot or 0, host)
-        self._restarter: EngineRestarter[Role] = EngineRestarter(rundir, host, 0, {}, self._begin)
-        self._sandboxes: SandboxRestarter[Role] = SandboxRestarter(rundir, {}, self._begin)
+        self._restarter: EngineRestarter[Role] = EngineRestarter(rundir, host, 0, {}, self._start_role)
+        self._sandboxes: SandboxRestarter[Role] = SandboxRestarter(rundir, {}, self._start_role)
 
     def __enter__(self) -> HostRoles:
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._timeline.span("end the roles"):
-            self._end(lambda role: True)
+            self._end_roles(lambda role: True)
             end_descendants(0.5)
         self._timeline.close()
         self._made.remove()
@@ -111,7 +111,7 @@ class HostRoles:
 
     def _start(self, carried: CarriedOver) -> None:
         """Start the roles that do not run yet."""
-        self._end(lambda role: role.engine not in carried.engines)
+        self._end_roles(lambda role: role.engine not in carried.engines)
         for role in self.roles:
             role.log = follow_log(role.log, self.rundir.logs)
             with open_append(role.log) as out:
@@ -121,24 +121,24 @@ class HostRoles:
         engines = {index: command for name, index, command in ours if name == "engine"}
         incarnations = {index: (carried.engines | carried.begin).get(index, 0) for index in engines}
         limit = restart_limit(self.options, self.plan)
-        self._restarter = EngineRestarter(self.rundir, self.host, limit, engines, self._begin, incarnations)
+        self._restarter = EngineRestarter(self.rundir, self.host, limit, engines, self._start_role, incarnations)
         sandboxes = {index: command for name, index, command in ours if name == SANDBOX}
-        self._sandboxes = SandboxRestarter(self.rundir, sandboxes, self._begin)
+        self._sandboxes = SandboxRestarter(self.rundir, sandboxes, self._start_role)
         for name, index, command in ours:
             if (name, index) not in running:
                 again = ["--incarnation", str(number)] if name == "engine" and (number := incarnations[index]) else []
-                self.roles.append(self._begin(name, index, [*command, *again]))
+                self.roles.append(self._start_role(name, index, [*command, *again]))
 
-    def _begin(self, name: str, index: int, command: list[str]) -> Role:
+    def _start_role(self, name: str, index: int, command: list[str]) -> Role:
         gpus = devices(self.plan, name, index, self.host, self.slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
         role = start(name, index, command, self.rundir, self.host, {**gpus, FOLDER: str(self._beats)})
         self._timeline.mark(f"starts {name}-{index}")
         return role
 
-    def _end(self, which: Callable[[Role], bool]) -> None:
+    def _end_roles(self, which: Callable[[Role], bool]) -> None:
         """End those roles, and what they have started."""
         ended = [role for role in self.roles if which(role)]
-        end([psutil.Process(role.process.pid) for role in ended if role.status is None], GRACE)
+        end_processes([psutil.Process(role.process.pid) for role in ended if role.status is None], GRACE)
         self.roles = [role for role in self.roles if role not in ended]
 
     # ---- between two attempts
@@ -149,7 +149,7 @@ class HostRoles:
         Returns:
             Whether another attempt has begun, which is the present one then.
         """
-        self._end(lambda role: role.engine is None or role.status is not None or not self._well(role))
+        self._end_roles(lambda role: role.engine is None or role.status is not None or not self._well(role))
         stuck = self._end_orphans()
         last = dict(self._restarter.incarnations)
         engines = {role.index: last[role.index] for role in self.roles if role.name == "engine"}
@@ -183,7 +183,7 @@ class HostRoles:
     def _end_orphans(self) -> str:
         """End what ended roles have left; what cannot be killed, as while it waits for a disk that is gone: no other
         attempt begins on top of it."""
-        end(self._orphans(), 0.5)
+        end_processes(self._orphans(), 0.5)
         found = self._orphans()
         return f"on {self.host} process {found[0].pid} of the failed attempt cannot be killed" if found else ""
 
@@ -271,7 +271,7 @@ def _watch(
     looks = RunDirPoller(rundir)
     while any(r.status is None for r in working) or not looks.over(at_once=bool(working)):
         turn()
-        if looks.end() or (told.requests and not needed):
+        if looks.must_end() or (told.requests and not needed):
             return
         if not looks.stopping:  # which has its own limit, and needs the trainer alone
             alive()

@@ -119,7 +119,7 @@ def run_job(
     with (
         StopRequest() as stop,  # before anything is said of the run: from here on Ctrl-C ends in order
         swept(),
-        held(job.root, begin),
+        hold_run(job.root, begin),
         closing(launcher_timeline(job.root)) as timeline,
         JobStateFile(job.root, restarts, ends, judged) as state,
     ):
@@ -140,11 +140,11 @@ def run_job(
             state.beat()
             timeline.alive()
             if looked.due(LOOK) and (job.root / STOP).exists():
-                stop.ask("hpcrl stop")
+                stop.request_stop("hpcrl stop")
             if watch:
                 watch(stop, rundir)
             if stop.nudges:
-                stop.ask("SIGUSR1")
+                stop.request_stop("SIGUSR1")
 
         turn()
         with timeline.span(PREPARE):
@@ -167,7 +167,7 @@ def tell_end(job: RunJob) -> None:
 
 
 @contextmanager
-def held(root: Path, begin: Callable[[], None] | None = None) -> Iterator[None]:
+def hold_run(root: Path, begin: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the run directory.
 
     Args:

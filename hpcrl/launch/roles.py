@@ -21,7 +21,7 @@ from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
 from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
 from hpcrl.run.gpu_environment import gpus_are_here, without_gpus
-from hpcrl.run.process import PARENT, end
+from hpcrl.run.process import PARENT, end_processes
 from hpcrl.run.role import last_error
 from hpcrl.run.rundir import RunDir
 from hpcrl.utils.untrusted_files import open_append
@@ -53,7 +53,7 @@ class Role:
     def end(self) -> None:
         """End it; what it has started ends with it."""
         if self.status is None:
-            end([psutil.Process(self.process.pid)], GRACE)
+            end_processes([psutil.Process(self.process.pid)], GRACE)
 
     @property
     def engine(self) -> int | None:

@@ -209,7 +209,7 @@ class SiteProfile(BaseModel):
         """`overrides` with the options that this site sets and neither recipe nor flags do, and with the recipe's
         trainers on nodes of its size."""
         mine = {name: getattr(self, name) for name in ("interface", "rank_launcher", "launch_timeout")}
-        said = recipe.said(overrides)
+        said = recipe.options_set(overrides)
         own = {name: value for name, value in mine.items() if value is not None and name not in said}
         return {**own, **fitted_nodes(recipe, overrides, self.trainer.gpus_per_node), **overrides}
 

@@ -43,7 +43,7 @@ def prepare(options: Options, listen: str, keys: Path) -> RunDir:
         rundir = RunDir.create(tempfile.mkdtemp(prefix=f"engine-{port}-", dir=keys), ("keys", "attempts", "logs"))
     except OSError as error:
         raise HpcrlError(f"--keys {keys}: {error.strerror}", "name a directory that you can write to") from error
-    rundir.begin()
+    rundir.make_attempt()
     lend_keys(keys, listen, rundir.keys)
     write_atomic(rundir.options_file, options.model_dump_json().encode())
     write_atomic(rundir.plan_file, msgspec.json.encode(Plan("external", 0, (), (place,), place, (listen,))))

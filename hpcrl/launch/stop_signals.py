@@ -78,7 +78,7 @@ class StopRequest(SignalFlags):
         if number == signal.SIGINT and self.requests > 2:  # nothing has looked at the second one yet, or it takes long
             raise KeyboardInterrupt
 
-    def ask(self, why: str, seconds: float = 0.0) -> None:
+    def request_stop(self, why: str, seconds: float = 0.0) -> None:
         """Ask to save and end, once.
 
         Args:

@@ -44,7 +44,7 @@ class Shapes:
     delta_heads: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], vocab: int, tp: int) -> Shapes:
+    def from_config(cls, fields: Mapping[str, Any], vocab: int, tp: int) -> Shapes:
         """Those of a model.
 
         Args:

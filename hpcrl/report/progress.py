@@ -70,13 +70,13 @@ class Progress:
         now = time.monotonic()
         if now - self._looked >= GLANCE:
             self._looked = now
-            self._look()
+            self._draw_if_due()
             if self._bar is not None:
                 self._draw(self._bar)
             elif now - self._told >= EVERY:
                 self._tell(now)
 
-    def _look(self) -> None:
+    def _draw_if_due(self) -> None:
         while lines := self._tail.new():
             for row in filter(None, map(parse_record, lines)):
                 if step_rows([row]):
@@ -132,7 +132,7 @@ class Progress:
 
     def close(self) -> None:
         """Show where the stage ended."""
-        self._look()
+        self._draw_if_due()
         self._warn()
         self._closed = True
         if self._bar is not None:

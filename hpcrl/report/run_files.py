@@ -85,7 +85,7 @@ class StageFiles:
         return faults_of(read_attempts(self.root))
 
     @cached_property
-    def begun(self) -> TrainerPeer | None:
+    def trainer_record(self) -> TrainerPeer | None:
         """What trainer rank 0 published in the last attempt, once it was up."""
         return load_json(peer_file(self.here, TrainerPeer, 0), TrainerPeer, self.notes)
 

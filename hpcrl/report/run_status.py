@@ -196,7 +196,7 @@ def _without_word(run: Run, now: float, queued: QueuedJob | None, here: bool | N
             return ("preparing" if stage is None else "starting"), ""
         return "lost", "it has not begun, and no process of it is known here"
     if here:
-        return ("starting" if stage.begun is None else "running"), ""
+        return ("starting" if stage.trainer_record is None else "running"), ""
     if stage.failure:
         return "failed", _error(stage, None)
     if (summary := stage.summary) and summary.attempt == stage.attempt:
@@ -247,7 +247,7 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
     rows, settings = stage.rows(size, most), stage.settings
     status.stage = stage.name
     status.attempt = stage.attempt
-    begun = stage.begun
+    begun = stage.trainer_record
     status.total = (begun and begun.total) or (stage.summary and stage.summary.total) or settings.num_rollout
     status.step = begun.start if begun else 0
     if begun and begun.tflops:

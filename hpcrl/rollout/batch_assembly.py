@@ -52,12 +52,14 @@ class Rollout:
     rollout_id: int
     version: int
     groups: Sequence[Group]
-    each: int  #: samples of a group
+    n_samples_per_prompt: int  #: samples of a group
     _found: dict[tuple[int, int], list[Sample]] = field(default_factory=dict)
-    _asked: frozenset[tuple[int, int]] = frozenset()
+    _requested: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
-        self._asked = frozenset((group.number, index) for group in self.groups for index in range(self.each))
+        self._requested = frozenset(
+            (group.number, index) for group in self.groups for index in range(self.n_samples_per_prompt)
+        )
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in the finished samples of one response, one at least.
@@ -69,13 +71,13 @@ class Rollout:
         for sample in samples:
             if sample.status not in (COMPLETED, TRUNCATED):
                 raise ValueError(f"sample {index} of group {group} is {sample.status}")
-        if key not in self._asked or key in self._found:
+        if key not in self._requested or key in self._found:
             raise ValueError(f"sample {index} of group {group} is not wanted")
         self._found[key] = list(samples)
 
     @property
     def missing(self) -> int:
-        return len(self._asked) - len(self._found)
+        return len(self._requested) - len(self._found)
 
     def samples(self) -> list[Sample]:
         """All samples, by group and index.  ValueError while some are missing."""
@@ -113,7 +115,9 @@ def make_shares(
         batch: the samples as the trainer is to see them; None: as they are.
     """
     samples = rollout.samples()
-    batch = _graded(SampleBatch.of(samples) if batch is None else batch, samples, rollout.each)
+    batch = _graded(
+        SampleBatch.from_samples(samples) if batch is None else batch, samples, rollout.n_samples_per_prompt
+    )
     return shares_of(batch, options, rollout.rollout_id, rollout.version, metrics)
 
 
@@ -150,7 +154,7 @@ def shares_of(
         local = iter(range(len(rows)))
         micros = [[[next(local) for _ in micro] for micro in step] for step in parts]
         of_all = {"step_samples": sizes, "step_tokens": tokens, "metrics": metrics, "table": batch.rows}
-        shares.append(Share(rollout_id, version, batch.take(rows), micros, **of_all, own=np.asarray(rows, np.int32)))
+        shares.append(Share(rollout_id, version, batch.select(rows), micros, **of_all, own=np.asarray(rows, np.int32)))
     return shares
 
 
@@ -195,7 +199,7 @@ def batch_metrics(
     }
     if not sampled:
         return found
-    rewards = np.ma.masked_invalid(rollout.rewards()).reshape(-1, rollout.each)
+    rewards = np.ma.masked_invalid(rollout.rewards()).reshape(-1, rollout.n_samples_per_prompt)
     stale = version - np.concatenate([s.versions for s in samples])
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples, dropped).items()}
     if lost := sum(sample.metadata.get(UNSAMPLED, 0) for sample in samples):
@@ -254,7 +258,7 @@ def in_steps(batch: SampleBatch, steps: int, multiple: int) -> tuple[SampleBatch
     if len(order) == len(batch):
         return batch, sizes
     filling = _filling(batch)
-    return _joined(batch, filling).take(order), sizes
+    return _joined(batch, filling).select(order), sizes
 
 
 def _filling(batch: SampleBatch) -> SampleBatch:
@@ -268,7 +272,7 @@ def _filling(batch: SampleBatch) -> SampleBatch:
     versions = batch.versions[np.maximum(responses[1:] - 1, 0)]
     extra = {}
     for name, column in batch.extra.items():
-        most = 2 if OPTIONAL[name].of == "length" else 1
+        most = 2 if OPTIONAL[name].counted_by == "length" else 1
         at = (batch.offsets_of(name)[:-1, None] + np.arange(most)).ravel()
         extra[name] = column[np.minimum(at, len(column) - 1)]
     return SampleBatch(rows, tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), versions, extra)

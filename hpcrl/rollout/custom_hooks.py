@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcrl.config.custom_functions import named, said_of, settled, short, trace_of
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import paths_of, spelled
+from hpcrl.config.plugin_points import option_text, paths_of
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.rollout.slime_names.adapters import adapted
 from hpcrl.sample import TRUNCATED, Sample, SampleBatch
@@ -90,7 +90,7 @@ class RolloutHooks:
         return next(iter(self._own.get(name, ())), None)
 
     def _shown(self, name: str) -> str:
-        return f"{spelled(name)} {getattr(self._options, name)}"
+        return f"{option_text(name)} {getattr(self._options, name)}"
 
     async def _call(self, name: str, *given: Any) -> Any:
         (function,) = self._own[name]
@@ -184,13 +184,13 @@ class RolloutHooks:
                 dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)
             ]
         if not self.has("custom_convert_samples_to_train_data_path"):
-            return SampleBatch.of(samples)
+            return SampleBatch.from_samples(samples)
         found = await self._call("custom_convert_samples_to_train_data_path", self._options, samples)
         shown = self._shown("custom_convert_samples_to_train_data_path")
         if isinstance(found, Mapping):
             found = _from_train_data(found, samples, shown)
         if isinstance(found, list) and all(isinstance(sample, Sample) for sample in found):
-            found = SampleBatch.of(found)
+            found = SampleBatch.from_samples(found)
         if not isinstance(found, SampleBatch) or len(found) != len(samples):
             count = f" of {len(found)}" if isinstance(found, SampleBatch | list) else ""
             raise HpcrlError(

@@ -52,7 +52,7 @@ class RolloutInputs:
         )
         graded = [self.file] if self.samples and options.grades and self.total else []
         graded += [held.file for held in self.held_out]
-        more = [word for held in self.held_out for word in held.of.rewards]
+        more = [word for held in self.held_out for word in held.eval_set.rewards]
         if graded and (options.grades or more or not options.custom_generate_function_path):
             self.grading = Grading(options, graded, more, self.hooks)
         if options.custom_generate_function_path and (self.samples or self.held_out):

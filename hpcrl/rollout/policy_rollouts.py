@@ -57,7 +57,7 @@ def _sampler(options: Options, work: RolloutInputs, client: EngineClient) -> Sam
 
 
 class PolicyRollouts:
-    """Of one attempt, between `begin` and `finish`.
+    """Of one attempt, between `start_run` and `finish`.
 
     Args:
         failed: is told of an error, which ends the process.
@@ -91,7 +91,7 @@ class PolicyRollouts:
             self.sampler = TeacherLogprobsSampler(self.sampler, self.teacher)
         samples = context.rundir.samples
         self.evaluations = EvaluationService(
-            self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._made
+            self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._rollout_done
         )
         self.sandboxes = SandboxMeasures([part.sandboxes for part in (work.custom, work.grading) if part is not None])
         self.store = GroupStore(self.options, work.source, context.rundir)
@@ -106,11 +106,11 @@ class PolicyRollouts:
             self.generator = self.generated_ahead = GeneratedAhead(
                 self.options, self.store, context.rundir, self.generator
             )
-        methods = (self.begin, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
+        methods = (self.start_run, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
         methods += (membership.engines, membership.engines_updated, membership.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
-        self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
+        self._next: int | None = None  # the rollout that the trainer asks for next; None before `start_run`
         self._making: asyncio.Task[None] | None = None
         self._made_id = -1  # the rollout of `_making`
         self._idle_since: float | None = None  # when the last rollout was done
@@ -156,7 +156,7 @@ class PolicyRollouts:
 
     # ---- what the trainer calls
 
-    async def begin(self, rollout_id: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    async def start_run(self, rollout_id: int, state: dict[str, Any] | None) -> dict[str, Any]:
         """Start at `rollout_id`, with the data where `state` (of the snapshot before it) says."""
         if state is not None:
             if state.get("rollout_id") != rollout_id - 1:
@@ -168,7 +168,7 @@ class PolicyRollouts:
             raise DataError(f"the run resumes at rollout {rollout_id}, but its checkpoint holds no data position")
         self.store.restore(rollout_id, state)
         if self.generated_ahead is not None:
-            self.generated_ahead.begin(rollout_id)
+            self.generated_ahead.start_run(rollout_id)
         self._next = rollout_id
         return {"num_rollout": self.work.total}
 
@@ -195,7 +195,7 @@ class PolicyRollouts:
         self._made_id = rollout_id
         self.work.hooks.rollout_id = rollout_id
         self._making = asyncio.create_task(self._make(rollout_id, version, version if consumed is None else consumed))
-        self._making.add_done_callback(self._made)
+        self._making.add_done_callback(self._rollout_done)
         return {}
 
     async def _settled(self, patience: float | None) -> bool:
@@ -252,7 +252,7 @@ class PolicyRollouts:
 
     async def _make(self, rollout_id: int, version: int, consumed: int) -> None:
         await self.pool.connect()
-        await self.drafts.begin()
+        await self.drafts.start_rollout()
         begun, at = time.monotonic(), self.timeline.now()
         waited = begun - (self._idle_since or begun)
         if self.groups.continuous and self._idle_since is not None:
@@ -310,7 +310,7 @@ class PolicyRollouts:
 
         return await within(seconds - min(1.0, 0.1 * seconds), work, late)
 
-    def _made(self, task: asyncio.Task[Any]) -> None:
+    def _rollout_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(error)
 

@@ -68,7 +68,7 @@ class RemoteServer:
         spread = hashlib.blake2b(data, digest_size=1).digest()[0] / 256
         try:
             return await retry_async(
-                lambda: self.ask(path, data, deadline.left),
+                lambda: self.request_json(path, data, deadline.left),
                 _may_pass,
                 deadline,
                 replace(PAUSES, spread=spread),
@@ -81,7 +81,7 @@ class RemoteServer:
             what = f"got no answer from {self} in {attempts} attempts; the last: {error.what}"
             raise PeerError(what) from error
 
-    async def ask(self, path: str, data: bytes | None = None, seconds: float = 60.0) -> Any:
+    async def request_json(self, path: str, data: bytes | None = None, seconds: float = 60.0) -> Any:
         """JSON of a GET, or with `data` of a POST.
 
         Raises:

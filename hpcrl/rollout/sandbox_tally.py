@@ -29,22 +29,22 @@ class SandboxTally:
         self._now: dict[object, dict[str, int]] = {}
         self._last = time.monotonic()
 
-    def take(self, process: object, report: SandboxReport) -> None:
+    def add_report(self, process: object, report: SandboxReport) -> None:
         """What a process has reported."""
-        self.look()
+        self.count_time()
         self.done.update(report.more)
         self._now[process] = report.states
 
     def forget(self, process: object) -> None:
         """A process has ended, and all of its boxes."""
-        self.look()
+        self.count_time()
         self._now.pop(process, None)
 
     def states(self) -> dict[str, int]:
         """Boxes in each of STATES now."""
         return {state: sum(states.get(state, 0) for states in self._now.values()) for state in STATES}
 
-    def look(self) -> None:
+    def count_time(self) -> None:
         """Count the time until now."""
         now = time.monotonic()
         for state, count in self.states().items():
@@ -72,7 +72,7 @@ class SandboxMeasures:
         there was no sandbox."""
         done: Counter[str] = Counter()
         for tally in self._tallies:
-            tally.look()
+            tally.count_time()
             done.update(tally.done)
             done.update(tally.spent)
         done["used"] = done.pop("seconds", 0)

@@ -66,7 +66,7 @@ def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[S
     Raises:
         HpcrlError: if the disk does not take it.
     """
-    batch = SampleBatch.of(list(samples))
+    batch = SampleBatch.from_samples(list(samples))
     whole = Share(rollout_id, version, batch, [[list(range(len(batch)))]], [len(batch)], [int(batch.loss_mask.sum())])
     words = [
         SampleTexts(**{name: getattr(sample, name) for name in SampleTexts.__struct_fields__}) for sample in samples
@@ -95,7 +95,7 @@ def read_rollout(path: Path) -> SavedRollout:
         every = msgspec.msgpack.decode(words, type=list[SampleTexts])
         if len(every) != len(share.batch) or not np.array_equal(share.own, np.arange(len(share.table))):
             raise ValueError(f"{len(every)} samples in words, {len(share.batch)} in columns, of {len(share.table)}")
-        samples = [_sample(share.batch.take([number]), words) for number, words in enumerate(every)]
+        samples = [_sample(share.batch.select([number]), words) for number, words in enumerate(every)]
     except (WireError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         what = error.what if isinstance(error, WireError) else str(error)
         raise DataError(f"{path} is damaged, or no file of --save-debug-rollout-data: {what}") from error
@@ -192,7 +192,7 @@ class SavedRollouts:
 
     # ---- as a source
 
-    def take(self, count: int) -> list[Group]:
+    def next_groups(self, count: int) -> list[Group]:
         """The next `count` groups.
 
         Raises:

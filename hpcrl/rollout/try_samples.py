@@ -72,7 +72,7 @@ class OneTry:
             await asyncio.gather(started(self.inputs.grading, self.inputs.custom), self.pool.connect())
             # over all prompts: with a limit of 1 nothing stops before each has been shown
             tally = self.inputs.grading and self.inputs.grading.tally("this try", prompts * responses, responses)
-            for number, group in enumerate(self.inputs.source.take(prompts)):
+            for number, group in enumerate(self.inputs.source.next_groups(prompts)):
                 tried = await self._group(group, responses, tally)
                 grades = self.context.options.grades or self.own
                 for line in group_lines(number, group, tried, self.inputs.tokenizer, grades):
@@ -86,13 +86,13 @@ class OneTry:
 
     async def _group(self, group: Group, responses: int, tally: Tally | None) -> list[Tried]:
         """All responses to a prompt at once, then their gradings."""
-        made = await asyncio.gather(*(self._made(group, index) for index in range(responses)))
+        made = await asyncio.gather(*(self._show_sample(group, index) for index in range(responses)))
         tried = [one for several in made for one in several]
         if tally is not None and not self.own:
             await asyncio.gather(*(self._graded(one, group, tally) for one in tried))
         return tried
 
-    async def _made(self, group: Group, index: int) -> list[Tried]:
+    async def _show_sample(self, group: Group, index: int) -> list[Tried]:
         begun = time.monotonic()
         samples = await self.sampler.make(ResponseRequest(group, index, 0, 0))
         return [Tried(sample, time.monotonic() - begun, 0.0) for sample in samples]

@@ -116,7 +116,7 @@ class GradingTask(msgspec.Struct, tag=True):
     key: str | None
     seconds: float
     samples: list[PackedSample]
-    each: int = 0
+    n_samples_per_prompt: int = 0
 
 
 class GradingOutcome(msgspec.Struct):
@@ -206,7 +206,7 @@ class CustomCall(msgspec.Struct, tag=True):
     evaluation: bool
     version: int
     reward_key: str | None = None
-    each: int = 0
+    n_samples_per_prompt: int = 0
 
 
 class CustomResult(msgspec.Struct, tag=True):

@@ -290,7 +290,7 @@ class ProcessPool(ABC, Generic[P, J]):
             while True:
                 reply = msgspec.msgpack.decode(await process.receive(), type=self._reply | SandboxReport)
                 if isinstance(reply, SandboxReport):
-                    self.sandboxes.take(process, reply)
+                    self.sandboxes.add_report(process, reply)
                     continue
                 job = process.finish(reply.id)
                 if not job.future.done():

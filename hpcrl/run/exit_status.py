@@ -56,7 +56,7 @@ def _who(memory: MemoryWatch | None) -> str:
     """Who sent a SIGKILL, as far as that is known."""
     if memory is None:
         return MEMORY
-    return memory.said() or (NOT_MEMORY if memory.sees else MEMORY)
+    return memory.describe_kills() or (NOT_MEMORY if memory.sees else MEMORY)
 
 
 # ---- what the kernel says of memory
@@ -92,7 +92,7 @@ class MemoryWatch:
         self._before = [_field(group.events, "oom_kill") for group in self._groups]
         self._host_before = _field(self._host, "oom_kill")
 
-    def said(self) -> str:
+    def describe_kills(self) -> str:
         """What the kernel has killed since, for a user; "" if nothing, or if that cannot be found out.
 
         The host's count alone does not say whose process it was: another job's limit may have been hit.

@@ -253,7 +253,7 @@ def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any
     """
     if gpus_are_here():
         return overrides
-    said = recipe.said(overrides)
+    said = recipe.options_set(overrides)
     chosen = {} if "actor_num_gpus_per_node" in said else {"actor_num_gpus_per_node": "trainer rank"}
     if recipe.values.get("num_rollout") == 0 and not said & {"rollout_num_gpus", "rollout_external_engine_addrs"}:
         chosen["rollout_num_gpus"] = "engine"

@@ -130,11 +130,11 @@ class HeartbeatMonitor:
         names = _names(self.folder)
         self._heard = {name: heard for name, heard in self._heard.items() if name in names}
         for name in names:
-            if (late := self._look(name, passed)) and late.seconds > seconds:
+            if (late := self._read_beat(name, passed)) and late.seconds > seconds:
                 found.append(late)
         return found
 
-    def _look(self, name: str, passed: float) -> Silent | None:
+    def _read_beat(self, name: str, passed: float) -> Silent | None:
         try:
             text = read_regular(self.folder / name, 100).decode()
             pid = int(text.split()[0])

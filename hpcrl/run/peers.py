@@ -99,7 +99,7 @@ class EnginePeer(Peer, tag="engine"):
     port: Port
     model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
     incarnation: Count = 0
-    realm: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,64}$")] = ""
+    key_name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,64}$")] = ""
 
 
 class SandboxPeer(Peer, tag="sandbox"):
@@ -239,7 +239,7 @@ class PublishedRecords(Generic[T]):
         self._ending = ending
         self._most = most
 
-    def look(self) -> dict[str, T]:
+    def poll(self) -> dict[str, T]:
         """All that is there: one listing, and what is new in it."""
         names = {name.removesuffix(self._ending) for name in listed(self._directory) if name.endswith(self._ending)}
         for name in sorted(names - self.found.keys() - self.damaged.keys()):
@@ -267,7 +267,7 @@ class PublishedRecords(Generic[T]):
         """
 
         def come() -> bool:
-            there = self.look().keys() | self.damaged.keys()
+            there = self.poll().keys() | self.damaged.keys()
             return len(there) >= wanted if isinstance(wanted, int) else there >= set(wanted)
 
         poll(lambda: come() or over(), deadline, every)

@@ -46,7 +46,7 @@ class CommandResult(NamedTuple):
     program: str = ""
 
     @property
-    def said(self) -> str:
+    def last_output(self) -> str:
         """The last line that says something, of the errors or else of the output, without the program's name before
         it."""
         lines = [line.strip() for text in (self.out, self.err) for line in text.splitlines() if line.strip()]
@@ -79,15 +79,15 @@ def run_command(
         try:
             out, err = process.communicate(stdin or None, timeout=seconds)
         except TimeoutExpired:
-            _end(process)
+            _kill_session(process)
             return CommandResult(LATE, "", f"no answer within {seconds:.0f} s", program)
         except BaseException:
-            _end(process)
+            _kill_session(process)
             raise
     return CommandResult(process.returncode, out, err, program)
 
 
-def _end(process: Popen[str]) -> None:
+def _kill_session(process: Popen[str]) -> None:
     """Kill a command with all of its session's first group; it has not been waited for, so the number is still its
     own."""
     with contextlib.suppress(ProcessLookupError):
@@ -181,7 +181,7 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def end(processes: Iterable[psutil.Process], grace: float) -> None:
+def end_processes(processes: Iterable[psutil.Process], grace: float) -> None:
     """SIGTERM, then after `grace` seconds SIGKILL; returns when all are gone."""
     alive = list(processes)
     for process in alive:
@@ -198,11 +198,11 @@ def end(processes: Iterable[psutil.Process], grace: float) -> None:
 
 def end_descendants(grace: float) -> None:
     """End all that this process started, directly or not, including what appears while we are at it."""
-    end(descendants(), grace)
+    end_processes(descendants(), grace)
     for _ in range(5):
         if not (rest := descendants()):
             return
-        end(rest, 0.0)
+        end_processes(rest, 0.0)
 
 
 if __name__ == "__main__":  # python -m hpcrl.run.process COMMAND ...: run a command that dies with its parent

@@ -136,7 +136,7 @@ def act(
     except Exception as error:  # noqa: BLE001  (the boundary of the process: everything is recorded)
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        message, status, kind = _said(error), 1, failure_kind(error)
+        message, status, kind = _describe_unexpected(error), 1, failure_kind(error)
         _let_others_speak(context.rundir, late(error))
     say(f"error: {message}")
     if record is not None:
@@ -154,13 +154,10 @@ def _let_others_speak(rundir: RunDir, seconds: float) -> None:
             time.sleep(LISTEN)
 
 
-def _said(error: Exception) -> str:
+def _describe_unexpected(error: Exception) -> str:
     """An error that no code of ours expected, for a user: what a file system or the kernel has said in plain words."""
     if isinstance(error, OSError) and error.errno in WORDS:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return f"{where}{describe(error)}; {remedy(error)}"
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), "")
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"

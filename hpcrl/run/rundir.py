@@ -260,7 +260,7 @@ class RunDir:
         numbers = [count_of(name) for name in listed(path / "attempts")]
         return cls(path, max((n for n in numbers if n is not None), default=0))
 
-    def begin(self) -> None:
+    def make_attempt(self) -> None:
         """Make the directories of this attempt and point logs/latest to it; what a kill left half written goes."""
         self._sweep()
         (self.here / "peers").mkdir(parents=True, exist_ok=False, mode=0o700)

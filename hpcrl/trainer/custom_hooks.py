@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import spelled
+from hpcrl.config.plugin_points import option_text
 from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.errors import HpcrlError
 from hpcrl.trainer.megatron.model import Policy
@@ -44,7 +44,7 @@ class TrainerHooks:
 
     def _call(self, name: str, *given: Any) -> Any:
         for function in self._own.get(name, ()):
-            return guarded(function, f"{spelled(name)} {getattr(self._options, name)}")(*given)
+            return guarded(function, f"{option_text(name)} {getattr(self._options, name)}")(*given)
         return None
 
     def initialized(self) -> None:

@@ -67,33 +67,33 @@ class EvaluationSchedule:
         done = self._together(self._log.evaluated(last) if self._log else None)
         return not done and (last >= 0 or not self._options.skip_eval_before_train)
 
-    def begin(self, rollout_id: int, version: int) -> None:
+    def request_evaluation(self, rollout_id: int, version: int) -> None:
         """Have held-out accuracy measured, and logged with the rollout that it follows (-1: before the first)."""
         self.settle()
         asked = {"rollout_id": rollout_id, "version": version}
         if self._beside and rollout_id + 1 < self._total:
             self._open = asked | {"while_training": True}
-            self.look()
+            self.log_if_done()
             return
         with self._timeline.span(EVALUATE, rollout_id=rollout_id):
             self._append(rollout_id, self._wait("evaluate", **asked))
 
-    def look(self) -> None:
+    def log_if_done(self) -> None:
         """Log the evaluation that runs meanwhile, if it is done."""
         if self._open is not None:
-            self._take(self._open, self._ask("evaluate", **self._open, patience=0.0))
+            self._log_results(self._open, self._ask("evaluate", **self._open, patience=0.0))
 
     def settle(self) -> None:
         """Wait for the evaluation that runs meanwhile."""
         if self._open is not None:
             with self._timeline.span(EVALUATE, rollout_id=self._open["rollout_id"]):
-                self._take(self._open, self._wait("evaluate", **self._open))
+                self._log_results(self._open, self._wait("evaluate", **self._open))
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nothing more is trained: log what is done, and wait for what the end of the run waits for."""
-        self.look()
+        self.log_if_done()
 
-    def _take(self, asked: dict[str, Any], results: dict[str, Any]) -> None:
+    def _log_results(self, asked: dict[str, Any], results: dict[str, Any]) -> None:
         if UNFINISHED not in results:
             self._open = None
             self._append(asked["rollout_id"], results)

@@ -1,8 +1,8 @@
 """Handing the GPUs that trainer and engines share (--colocate) back and forth, the trainer's side.
 
     sharing = GpuSharing(context)   # on every rank, before it uses a GPU: returns when all engines are up and asleep
-    sharing.begin(driver, ...)      # the trainer has the GPUs from the start
-    sharing.take()                  # requests stop, engines sleep, the trainer's state comes back onto the GPUs
+    sharing.start(driver, ...)      # the trainer has the GPUs from the start
+    sharing.take_gpus()             # requests stop, engines sleep, the trainer's state comes back onto the GPUs
     sharing.give_back(publish)      # offloads gradients and optimizer, wakes the engines' weights, calls `publish`,
                                     # offloads the weights, wakes the engines
 
@@ -50,7 +50,7 @@ class GpuSharing:
         self._together = _no_barrier
         self.seconds = 0.0  #: that the last round of the hand-over took, without what was done in it
 
-    def begin(self, driver: bool, together: Callable[[], None]) -> None:
+    def start(self, driver: bool, together: Callable[[], None]) -> None:
         """The trainer's turn: engines that are up sleep.
 
         Args:
@@ -73,7 +73,7 @@ class GpuSharing:
         """Whether the trainer's state is on the GPUs."""
         return self._mine.at.trainer == TrainerHolds.ALL
 
-    def take(self) -> None:
+    def take_gpus(self) -> None:
         """Make it the trainer's turn, if it is not."""
         if self.holds:
             return

@@ -27,7 +27,7 @@ def train(rank: TrainerRank) -> None:
     from hpcrl.trainer.rollout_calls import StopAsked
 
     loop = TrainingLoop(rank)
-    loop.begin()
+    loop.start_rollouts()
     rank.open_engines(loop.client)
     rank.ready(loop.at.rollout_id, loop.total)
     started = time.monotonic()
@@ -38,7 +38,7 @@ def train(rank: TrainerRank) -> None:
     except StopAsked as error:
         loop.stop(error)
     loop.keep()
-    loop.end()
+    loop.end_rollouts()
     rank.leave()
     loop.finish(time.monotonic() - started)
 

@@ -48,7 +48,7 @@ class TrainerRank:
         verify_groups(context.options, self.ranks.rank)
         self.patient = make_patient(context.options)
         if self.gpu_sharing:
-            self.gpu_sharing.begin(self.driver, self.barrier)
+            self.gpu_sharing.start(self.driver, self.barrier)
         self.policy = self._build()
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         self.engines: EngineUpdates | None = None

@@ -38,14 +38,14 @@ from hpcrl.trainer.checkpoint.resume import (
     find_reference,
     find_teacher,
     find_weights,
-    take,
+    load_weights,
 )
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.whole import open_stored
 from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.lora.saved import adapter_record
 from hpcrl.trainer.lora.switch import BaseAsReference
-from hpcrl.trainer.lora.values import begin, without_values
+from hpcrl.trainer.lora.values import init_adapter, without_values
 from hpcrl.trainer.megatron.host_memory import HostWeights, weights
 from hpcrl.trainer.megatron.model import Policy, build, know_length
 from hpcrl.trainer.parallel_state import Ranks
@@ -111,7 +111,7 @@ class Critic:
         self.model = build(critic_options(options), ranks, value_head=True)
         if actor.lora is not None:
             _share_base(self.model, actor)
-            begin(self.model, options.seed + 1)
+            init_adapter(self.model, options.seed + 1)
         if resumed is not None:
             save_load.load_state(self.model, ranks, resumed / CRITIC)
         elif actor.lora is not None:
@@ -121,7 +121,7 @@ class Critic:
             if source.kind == "hf" and source.same_weights(took):  # no such files hold a head of values
                 _begin_as(self.model, actor)
             else:
-                take(self.model, ranks, source, heads=False)  # a critic has none
+                load_weights(self.model, ranks, source, heads=False)  # a critic has none
         else:
             _begin_as(self.model, actor)
 
@@ -279,7 +279,7 @@ class ReferenceAndCritic:
         """A set of weights of a checkpoint."""
         kept = self._policy.trained
         found = HostWeights(kept, average=self._moves_partly and directory.name == REFERENCE)
-        found.take(load_set(kept, found.stored(), directory))
+        found.load_values(load_set(kept, found.stored(), directory))
         return found
 
     @property

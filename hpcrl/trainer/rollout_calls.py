@@ -58,7 +58,7 @@ class RolloutCalls:
         self._group = group
         self._serve = serve
 
-    def ask(self, method: str, **params: object) -> dict[str, Any]:
+    def call(self, method: str, **params: object) -> dict[str, Any]:
         """Rank 0 asks; every rank gets the answer.  StopAsked if the run is to stop and the answer is not there."""
         answer = None
         if self._driver:
@@ -72,9 +72,9 @@ class RolloutCalls:
         return answer
 
     def wait(self, method: str, **params: object) -> dict[str, Any]:
-        """As `ask`, for what is answered once samples exist; these may wait for engines that wait for weights."""
+        """As `call`, for what is answered once samples exist; these may wait for engines that wait for weights."""
         turn = TURN
-        while UNFINISHED in (answer := self.ask(method, patience=turn, **params)):
+        while UNFINISHED in (answer := self.call(method, patience=turn, **params)):
             turn = SOON if self._serve() else TURN
         return answer
 

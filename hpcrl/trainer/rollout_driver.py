@@ -54,7 +54,7 @@ class RolloutDriver:
         self.timeline = role_timeline(context.rundir, "trainer", 0, context.plan.rollout.host)
         self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
         self.log = MetricsLog(context.rundir)
-        self.total: int = self._ask("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
+        self.total: int = self._call("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
         self.log.truncate(self.rollout_id)
         self._name_weights()
         publish(context.rundir, TrainerPeer(start=self.rollout_id, total=self.total, versions=versions()))
@@ -121,11 +121,11 @@ class RolloutDriver:
         rollout_id = self.rollout_id
         begun = time.monotonic()
         at = self.timeline.now()
-        self._ask("generate", rollout_id=rollout_id, version=0)
+        self._call("generate", rollout_id=rollout_id, version=0)
         share = self._fetch(rollout_id)
         if share is None:
             return False
-        state = self._ask("snapshot", rollout_id=rollout_id, saved=0)
+        state = self._call("snapshot", rollout_id=rollout_id, saved=0)
         self.rollout_id += 1
         write_atomic(self.path, msgspec.json.encode({"rollout_id": self.rollout_id, "state": state}), patience=PATIENCE)
         self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
@@ -151,7 +151,7 @@ class RolloutDriver:
     def _evaluate(self, rollout_id: int) -> None:
         if self.options.eval_interval is None:
             return
-        while UNFINISHED in (results := self._ask("evaluate", rollout_id=rollout_id, version=0, patience=TURN)):
+        while UNFINISHED in (results := self._call("evaluate", rollout_id=rollout_id, version=0, patience=TURN)):
             self._name("waiting")
         if results:
             self.log.append(
@@ -159,7 +159,7 @@ class RolloutDriver:
             )
 
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
-        self._ask("finish", rollout_id=self.rollout_id)
+        self._call("finish", rollout_id=self.rollout_id)
         self.log.close()
         rundir = self.context.rundir
         write_summary(
@@ -167,7 +167,7 @@ class RolloutDriver:
         )
         say(f"{status} after {self.rollout_id} of {self.total} rollouts; nothing was trained")
 
-    def _ask(self, method: str, **params: object) -> dict[str, Any]:
+    def _call(self, method: str, **params: object) -> dict[str, Any]:
         return self.client.call(method, self.options.rollout_timeout, **params)
 
 

@@ -84,15 +84,15 @@ class TrainingLoop:
         self.published = 0  # the policy version that the engines have
         self.weights = self.at.version  # the policy version of the weights that this rank holds
 
-    def begin(self) -> None:
+    def start_rollouts(self) -> None:
         """Tell the rollout process where the run starts or resumes."""
         from hpcrl.trainer.evaluations import EvaluationSchedule
         from hpcrl.trainer.megatron.model import know_length
 
-        self.total: int = self.rollout.ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
+        self.total: int = self.rollout.call("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)
-        asking = (self.rollout.ask, self.rollout.wait, self.log, self.rank.together, self.timeline)
+        asking = (self.rollout.call, self.rollout.wait, self.log, self.rank.together, self.timeline)
         self.evaluations = EvaluationSchedule(self.options, self.total, *asking)
         if self.log:
             self.log.truncate(self.at.rollout_id)
@@ -131,16 +131,16 @@ class TrainingLoop:
         if self.total and self.on_disk is not self.at:  # what was only evaluated has not changed
             self._save()
 
-    def end(self) -> None:
+    def end_rollouts(self) -> None:
         """Log the evaluations that are due, and let the rollout process end."""
         from hpcrl.trainer.rollout_calls import StopAsked
 
         try:
-            self.evaluations.end()
+            self.evaluations.finish()
         except StopAsked:  # a resumed run makes up for it
             self.stopping = True
         with contextlib.suppress(StopAsked):
-            self.rollout.ask("finish", rollout_id=self.at.rollout_id)
+            self.rollout.call("finish", rollout_id=self.at.rollout_id)
         self.copies.finish()
 
     def finish(self, seconds: float) -> None:
@@ -163,9 +163,9 @@ class TrainingLoop:
         self._generate(rollout_id)
         fetched = self.rollout.fetch(rollout_id)
         if self.gpu_sharing:
-            self.gpu_sharing.take()
+            self.gpu_sharing.take_gpus()
         share = self.rank.shares.exchange(fetched)
-        self.copies.look()
+        self.copies.advance()
         self.waited += time.monotonic() - begun
         self.timeline.add(spans.WAIT, at, self.timeline.now(), rollout_id=rollout_id)
         if self.options.runs_ahead:
@@ -195,7 +195,7 @@ class TrainingLoop:
         self._save_if_due()
         if self.gpu_sharing:
             self._give_back(rollout_id)
-        self.evaluations.look()
+        self.evaluations.log_if_done()
         if self.evaluations.due(rollout_id):
             self._evaluate(rollout_id)
 
@@ -214,19 +214,19 @@ class TrainingLoop:
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks, version)
         self.timeline.add(spans.LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
         self.timeline.add(spans.TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
-        self.copies.look()
+        self.copies.advance()
         self.others.trained(rollout_id + 1)
         return metrics, train_batch.policy_steps(self.options, share)
 
     def _evaluate(self, rollout_id: int) -> None:
         if self.options.eval_interval is not None and self.context.plan.engine_count:
-            self.evaluations.begin(rollout_id, self.at.version)
+            self.evaluations.request_evaluation(rollout_id, self.at.version)
 
     def _serve(self) -> bool:
         """Send weights to engines that have come back; whether a copy in memory is on its way still."""
         if self.rank.engines:
             self.rank.engines.join(self.weights)
-        return not self.gpu_sharing and self.copies.look()
+        return not self.gpu_sharing and self.copies.advance()
 
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
         """Ask for what is answered once samples exist: the time counts as waiting for them."""
@@ -283,7 +283,7 @@ class TrainingLoop:
     def _save(self) -> None:
         """Save; the last time, and before an early end, wait until it is done."""
         if self.gpu_sharing:
-            self.gpu_sharing.take()
+            self.gpu_sharing.take_gpus()
         last = self.at.rollout_id == self.total or self.stopping
         begun = time.monotonic()
         with self.timeline.span(spans.SAVE, rollout_id=self.at.rollout_id):

@@ -46,7 +46,7 @@ Pairs = Iterator[tuple[str, torch.Tensor]]
 def sent_part(policy: Policy, options: Options) -> Policy:
     """The policy, to be sent of it what engines get: all weights, the adapter, or the weights with it added in."""
     served = served_as(options, policy.family, policy.hf_config)
-    return policy if served is None else policy.of("sent" if served == "adapter" else "merged")
+    return policy if served is None else policy.with_part("sent" if served == "adapter" else "merged")
 
 
 class WeightExporter:
@@ -177,7 +177,7 @@ class WeightStream:
         """From another thread: have what is under way here fail."""
         self.exporter.leave()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Let the other ranks continue; nothing more is asked of them.
 
         An export that was begun is gone through to its end first, since it is collective.

@@ -162,7 +162,7 @@ def http_key(rundir: RunDir, index: int, incarnation: int = 0) -> str:
     )
     if peer is None:
         raise HpcrlError(f"engine-{index} was not published within {PUBLISHED:.0f} s", f"see {rundir.here / 'peers'}")
-    return borrowed_key(rundir, index, peer.realm)
+    return borrowed_key(rundir, index, peer.key_name)
 
 
 def borrowed_key(rundir: RunDir, index: int, realm: str) -> str:

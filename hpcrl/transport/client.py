@@ -105,14 +105,14 @@ class QueueClient:
         where this one stopped), PeerError if the rollout process answers an error or another process of the attempt
         fails, WireError if what comes is not a valid share.
         """
-        self._look()
+        self._check_stop()
         self._parts = {number: parts for number, parts in self._parts.items() if number >= rollout_id}
         while self._socket.poll(0):  # what came ahead of its fetch
             self._receive(lambda _: None)
         found = self._complete(rollout_id)
         if found is None:
-            end = self._end(timeout)
-            self._ask(messages.Fetch(rollout_id, self._credit, sorted(self._parts.get(rollout_id, ()))))
+            end = self._say_done(timeout)
+            self._send_until_answered(messages.Fetch(rollout_id, self._credit, sorted(self._parts.get(rollout_id, ()))))
             what = f"did not deliver the samples of rollout {rollout_id} to"
             found = self._wait(end, what, lambda message: self._fetched(rollout_id, message))
             self._awaited = None
@@ -125,9 +125,9 @@ class QueueClient:
         HpcrlError that the method answered, PeerError if it failed or another process of the attempt did.
         """
         self._calls += 1
-        call_id, end = self._calls, self._end(timeout)
+        call_id, end = self._calls, self._say_done(timeout)
         try:
-            self._ask(messages.Call(call_id, method, params))
+            self._send_until_answered(messages.Call(call_id, method, params))
         except WireError as error:
             raise WireError(f"the parameters of {method}: {error.what}") from error
 
@@ -202,7 +202,7 @@ class QueueClient:
 
     # ---- waiting
 
-    def _end(self, timeout: float | None) -> Deadline:
+    def _say_done(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
     def _wait(self, end: Deadline, awaited: str, take: Callable[[messages.FromServer], T | None]) -> T:
@@ -211,7 +211,7 @@ class QueueClient:
         repeat = time.monotonic() + REPEAT
         while True:
             now = time.monotonic()
-            self._look()
+            self._check_stop()
             if self._silent(asked):
                 raise Unanswered(f"{self._where} {awaited} {self._me()} once the run was asked to stop")
             if end.over:
@@ -225,7 +225,7 @@ class QueueClient:
                 elif (found := self._receive(take)) is not None:
                     return found
 
-    def _look(self) -> None:
+    def _check_stop(self) -> None:
         """Look whether the run is asked to stop, if the last look was long enough ago.
 
         Raises:
@@ -260,7 +260,7 @@ class QueueClient:
                 f"are {self._rundir.keys} and the server of one attempt?",
             )
 
-    def _ask(self, message: messages.FromClient) -> None:
+    def _send_until_answered(self, message: messages.FromClient) -> None:
         self._send(message)
         self._awaited = message
 

@@ -156,7 +156,7 @@ class Calls:
         self._last = -1
         self._answers: dict[int, Reply | Failed | None] = {}
 
-    def begin(self, call_id: int) -> bool:
+    def register_call(self, call_id: int) -> bool:
         """Whether the call is new.  Finished calls before it are forgotten: a client asks one thing at a time."""
         if call_id <= self._last:
             return False

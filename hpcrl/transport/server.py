@@ -255,7 +255,7 @@ class QueueServer:
 
     async def _call(self, rank: Rank, call: messages.Call) -> None:
         """Start the handler if this call is new; repeat the answer if there is one."""
-        if not rank.calls.begin(call.call_id):
+        if not rank.calls.register_call(call.call_id):
             await self._answer(rank, call.call_id)
         elif self._failure:
             await self._finish(rank, rank.calls, messages.failed(self._failure, call.call_id))

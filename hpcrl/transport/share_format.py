@@ -327,7 +327,7 @@ def _check_lengths(batch: SampleBatch) -> None:
     _refuse((response < 0) | (response > length), f"row {{}}: response_length {_WRONG}")
     declared_of = {"length": int(length.sum()), "response_length": int(response.sum())}
     for name, column in batch.columns().items():
-        declared = declared_of[COLUMNS[name].of]
+        declared = declared_of[COLUMNS[name].counted_by]
         dims = COLUMNS[name].dims
         if (len(column), column.ndim) != (declared, 1 + dims):
             raise WireError(

@@ -114,7 +114,7 @@ class Comparison:
     def compare(self, calls: WorkerCalls) -> None:
         """Differs names the tensors that an engine does not hold as they were sent."""
         for method, expected in self.found.items():
-            answers = calls.each("comparing", method, [[json.dumps(mine)] for mine in expected])
+            answers = calls.call_each("comparing", method, [[json.dumps(mine)] for mine in expected])
             for engine, workers in zip(calls.fleet.engines, answers, strict=True):
                 for worker in workers:
                     if wrong := [*worker["different"], *worker["unknown"]]:

@@ -172,7 +172,7 @@ class WeightSender:
         try:
             return self._publish(source, version)
         finally:
-            source.end()
+            source.finish_update()
 
     def _publish(self, source: Source, version: int) -> dict[str, float]:
         assert self.fleet is not None and self.update is not None, "connect() comes first"

@@ -181,7 +181,7 @@ class Updates:
                 raise
             engines = error.engines if isinstance(error, EngineLost) else (error.engine,)
             say(f"the weight update to version {version} continues without {', '.join(map(str, engines))}: {error}")
-            source.end()  # the other ranks wait for a word
+            source.finish_update()  # the other ranks wait for a word
             return {}, [[engine.index, engine.incarnation, str(error)] for engine in engines]
 
     def _tell(self, members: list[list[Any]], version: int, alone: bool) -> None:

@@ -45,7 +45,7 @@ class AnswerStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         packed = zlib.compress(json.dumps(answer).encode(), 1)
         connect_store(self.host, self.port, self.seconds).set(self._name(worker), packed)
 
-    def take(self, store: TCPStore, worker: str) -> Any:
+    def pop_answer(self, store: TCPStore, worker: str) -> Any:
         """The answer of a worker.
 
         Raises:
@@ -87,9 +87,9 @@ class WorkerCalls:
 
     def call(self, phase: str, method: str, *arguments: str) -> list[list[Any]]:
         """Call a method with the same arguments everywhere; [engine][worker] -> what it returned."""
-        return self.each(phase, method, [list(arguments)] * len(self.fleet.engines))
+        return self.call_each(phase, method, [list(arguments)] * len(self.fleet.engines))
 
-    def each(self, phase: str, method: str, arguments: Sequence[list[str]]) -> list[list[Any]]:
+    def call_each(self, phase: str, method: str, arguments: Sequence[list[str]]) -> list[list[Any]]:
         """Call a method with the arguments of each engine.
 
         Raises:
@@ -97,17 +97,17 @@ class WorkerCalls:
         """
         if self.parts == 1:
             bodies = [{"method": method, "args": mine} for mine in arguments]
-            return [answer["results"] for answer in self.fleet.begin(phase, "/collective_rpc", bodies).results()]
+            return [answer["results"] for answer in self.fleet.post_all(phase, "/collective_rpc", bodies).results()]
         server = open_store(self.host)
         stores = [AnswerStore(self.host, server.port, number, self.fleet.seconds) for number in range(len(arguments))]
         bodies = [
             {"method": "hpcrl_answer", "args": [msgspec.json.encode(store).decode(), method, *mine]}
             for store, mine in zip(stores, arguments, strict=True)
         ]
-        answers = self.fleet.begin(phase, "/collective_rpc", bodies).results()
+        answers = self.fleet.post_all(phase, "/collective_rpc", bodies).results()
         return [
             [
-                store.take(server, worker_name(part, rank))
+                store.pop_answer(server, worker_name(part, rank))
                 for part in range(self.parts)
                 for rank in range(len(answer["results"]))
             ]

@@ -150,7 +150,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "timeline/trainer-0.jsonl": lambda root: read_tracks(root / "timeline/trainer-0.jsonl", 0),
     "results/loss.json": lambda root: Results(root).read(),
     f"a{REPORT}": lambda root: gather(root, 1, Deadline(0.0)),
-    "records/a.json": lambda root: PublishedRecords(root / "records", NodeRecord).look(),
+    "records/a.json": lambda root: PublishedRecords(root / "records", NodeRecord).poll(),
     f"records/all{ALL}": lambda root: all_records(root / "records", 1, 0.0),
     "keys/http.key": lambda root: http_key(RunDir(root, 0), 0),
 }
@@ -193,7 +193,7 @@ def test_a_linked_lock_is_nobodys(tmp_path: Path) -> None:
 def test_damaged_and_stale_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged first error is an error, and a stale one is read again."""
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     path = rundir.here / "error.json"
     for text in ("", "{", DEEP, '{"role": 1}', "\udcff".encode(errors="surrogateescape").decode("latin-1")):
         path.write_text(text)

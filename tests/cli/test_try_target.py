@@ -45,7 +45,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_the_last_stage_that_samples_is_tried(recipe: Path) -> None:
     """Its model is made once, in a directory that only the user enters; it is one engine of no run."""
     target = of_recipe(recipe, {})
-    assert target.said == "two.toml, stage grpo" and target.options.lr == 1e-5
+    assert target.description == "two.toml, stage grpo" and target.options.lr == 1e-5
     assert target.options.rollout_num_gpus == target.options.rollout_num_gpus_per_engine == 1
     model = Path(target.options.hf_checkpoint or "")
     assert model.is_dir() and target.folder.stat().st_mode & 0o777 == 0o700

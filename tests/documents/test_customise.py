@@ -18,7 +18,7 @@ import torch
 
 from hpcrl.algorithms.interface import RolloutBatch, TokenBatch
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import POINTS, load_own, load_points, spelled
+from hpcrl.config.plugin_points import POINTS, load_own, load_points, option_text
 from hpcrl.errors import UsageError
 from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
@@ -267,7 +267,7 @@ def drops(hook: Callable[..., Any]) -> bool:
 
 def test_every_point_has_a_row_a_call_and_an_option() -> None:
     rows = re.findall(r"^\| \[`--([\w-]+)`\]\(#", PAGE.read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(spelled(name)[2:] for name in POINTS)
+    assert sorted(rows) == sorted(option_text(name)[2:] for name in POINTS)
     assert set(CALLS) == set(POINTS) <= set(Options.model_fields)
 
 
@@ -281,7 +281,7 @@ def test_the_pages_example_works(name: str) -> None:
 def test_the_row_says_what_it_is_called_with(name: str) -> None:
     point = POINTS[name]
     wanted = ", ".join([*point.parameters, *(["*", *point.keywords] if point.keywords else [])])
-    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| [`{spelled(name)}`]"))
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| [`{option_text(name)}`]"))
     assert f"`({wanted})`" in row
 
 

@@ -37,12 +37,12 @@ LORA = {"lora_rank": 4, "lora_alpha": 6}
 
 def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any, updates: list[str]) -> list[Any]:
     """One rank: an update for each of the ways, each of another adapter; what each sent, and the merged weights."""
-    from hpcrl.trainer.lora.values import begin
+    from hpcrl.trainer.lora.values import init_adapter
 
     ranks = initialize(options)
     policy = build(options, ranks)
     load_hf(policy, options.hf_checkpoint)
-    begin(policy, 3)
+    init_adapter(policy, 3)
     patient = make_patient(options)
     engines = [Engine.at(address, index) for index, address in enumerate(addresses)]
     sent = sent_part(policy, options)
@@ -64,8 +64,8 @@ def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any, up
     for version, way in enumerate(updates, 2):
         change(policy, version)
         metrics = updated(sent, way, version, base=False)
-        merged = {name: tensor.clone() for name, tensor in export(policy.of("merged")) if ranks.rank == 0}
-        elements = sum(tensor.numel() for _, tensor in export(policy.of("adapter")))
+        merged = {name: tensor.clone() for name, tensor in export(policy.with_part("merged")) if ranks.rank == 0}
+        elements = sum(tensor.numel() for _, tensor in export(policy.with_part("adapter")))
         found.append((metrics, merged, elements))
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.engine.membership.http import TURN, HttpError, ask
+from hpcrl.engine.membership.http import TURN, HttpError, request_json
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.colocation import ENGINES_UP, Event, HandOver, OutOfTurn
@@ -47,7 +47,7 @@ class Pair(Side):
 
     def refused(self, path: str, body: object = None) -> str:
         with pytest.raises(HttpError) as caught:
-            ask(self.engines.address(), "POST", path, 20, body)
+            request_json(self.engines.address(), "POST", path, 20, body)
         assert caught.value.status == 409, caught.value
         return str(caught.value)
 
@@ -87,7 +87,7 @@ def test_an_engine_answers_nothing_out_of_turn(pair: Pair) -> None:
         pair.refused(path, {})
     assert "wake-weights is out" in pair.refused(TURN, {"event": "wake-weights"})
     with pytest.raises(HttpError, match="400"):
-        ask(pair.engines.address(), "POST", TURN, 20, {"event": "send"})
+        request_json(pair.engines.address(), "POST", TURN, 20, {"event": "send"})
     pair.give_back()
     assert pair.distance() <= CLOSE
     assert "out of turn" in pair.refused(TURN, {"event": "take"})
@@ -121,4 +121,4 @@ def test_the_rollout_process_sends_nothing_out_of_turn(tmp_path: Path) -> None:
     options = Options(hf_checkpoint="m", actor_num_gpus_per_node=1, colocate=True)
     pool = EnginePool(RunDir(tmp_path), make_plan(options, local_hosts(options), "run"), options)
     with pytest.raises(OutOfTurn, match="state on the GPUs,"):
-        pool.take(1, 1)
+        pool.assign_engine(1, 1)

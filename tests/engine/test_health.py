@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hpcrl.engine.health import CoreCalls, StoppedProcess
-from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, ask
+from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, request_json
 from tests.support.engines import PROMPT, Engines, generate, gone
 from tests.support.tiny import make_model
 
@@ -125,11 +125,11 @@ def test_call_lasts_as_long_as_its_caller_waits(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", tied=True)
     engines = Engines(tmp_path / "run", model, module="tests.support.breakable", engine_hang_timeout=3)
     address = engines.address()
-    ask(address, "POST", "/collective_rpc", 60, {"method": "take_long", "args": ["6"]})
+    request_json(address, "POST", "/collective_rpc", 60, {"method": "take_long", "args": ["6"]})
     assert len(generate(address, PROMPT, 4)["token_ids"]) == 4
     pids, begun = engines.pids(), time.monotonic()
     with pytest.raises(Exception, match="no answer within 3 s"):
-        ask(address, "POST", "/collective_rpc", 3, {"method": "take_long", "args": ["600"]})
+        request_json(address, "POST", "/collective_rpc", 3, {"method": "take_long", "args": ["600"]})
     code, message = engines.ended()
     assert code != 0 and time.monotonic() - begun < 60
     assert "engine 0 on 127.0.0.1" in message and "core has been at /collective_rpc for" in message

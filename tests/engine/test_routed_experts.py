@@ -108,7 +108,7 @@ def batch_of(found: list[list[Completion]]) -> SampleBatch:
     for sample in samples:
         sample.reward = float(sample.index)
         sample.status = "completed"
-    return SampleBatch.of(samples)
+    return SampleBatch.from_samples(samples)
 
 
 def agreement_on_rank(opts: Options, data: SampleBatch, routing: Routing) -> dict[str, float]:
@@ -151,7 +151,7 @@ def test_the_trainer_takes_the_engines_experts(nursery: Nursery, tmp_path: Path)
     assert agreement["replay"] == 1.0
 
     assert all(sorted(set(one.loss_mask.tolist())) == [0, 1] and not one.grading for one in turns)
-    several = SampleBatch.of(turns)
+    several = SampleBatch.from_samples(turns)
     of_turns = run_ranks(1, agreement_on_rank, opts, several, routing)[0]
     assert of_turns["own"] < 0.97 and of_turns["replay"] == 1.0
 

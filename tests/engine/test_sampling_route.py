@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.engine.membership.http import ask
+from hpcrl.engine.membership.http import request_json
 from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
@@ -77,7 +77,7 @@ def by_vllms_route(side: Side, how: Sampling, count: int = 6) -> list[tuple[list
     for i in range(count):
         params = how.params(how.max_tokens) | {"seed": seed_of(i)}
         body = {"model": "policy", "token_ids": TOKENS.tolist(), "sampling_params": params}
-        choice = ask(side.engines.address(), "POST", "/inference/v1/generate", 60, body)["choices"][0]
+        choice = request_json(side.engines.address(), "POST", "/inference/v1/generate", 60, body)["choices"][0]
         logprobs = np.asarray([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
         found.append((choice["token_ids"], logprobs.tobytes(), choice["finish_reason"]))
     return found
@@ -222,4 +222,4 @@ def test_malformed_bodies_and_missing_keys(side: Side) -> None:
         assert status(path, "POST", "0" * 64, b"\x90") == 401
         assert status(path, "POST", address.key, b"\xc1") == 400
         assert status(path, "GET", address.key, b"") == 405
-    assert ask(address, "GET", "/health", 10) is None, "the engine lives"
+    assert request_json(address, "GET", "/health", 10) is None, "the engine lives"

@@ -21,7 +21,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import EngineBroadcast
-from hpcrl.engine.membership.http import Address, HttpError, ask
+from hpcrl.engine.membership.http import Address, HttpError, request_json
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -266,16 +266,16 @@ def test_unstarted_or_incomplete_update(shm: Side) -> None:
     address = shm.engines.address()
     for path in ("/update_weights", "/finish_weight_update"):
         with pytest.raises(HttpError):
-            ask(
+            request_json(
                 address,
                 "POST",
                 path,
                 60,
                 {"update_info": {"directory": "/nowhere", "files": {}}} if "update_w" in path else None,
             )
-    ask(address, "POST", "/start_weight_update", 60)
+    request_json(address, "POST", "/start_weight_update", 60)
     with pytest.raises(HttpError, match="before its last tensor"):
-        ask(address, "POST", "/finish_weight_update", 60)
+        request_json(address, "POST", "/finish_weight_update", 60)
     assert shm.distance() <= CLOSE
     assert shm.sender.fleet is not None
     with pytest.raises(PeerError, match="already active"):
@@ -304,7 +304,7 @@ def test_sender_refuses_unneeded_tensors(side: str, spoil: Any, request: pytest.
             spoil(pairs if side == "shm" else pairs[-3:])
         )  # over gloo: in the first round, before anything is sent
     for i in range(len(fleet.engines.processes)):
-        assert ask(fleet.engines.address(i), "GET", "/is_paused", 60) == {"is_paused": False}
+        assert request_json(fleet.engines.address(i), "GET", "/is_paused", 60) == {"is_paused": False}
         assert fleet.distance(index=i) <= CLOSE
 
 
@@ -327,7 +327,7 @@ def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side, monkeypatch: pyt
         shm.step()
     monkeypatch.undo()
     assert names[0] in str(caught.value)
-    assert ask(shm.engines.address(), "GET", "/is_paused", 60) == {"is_paused": True}
+    assert request_json(shm.engines.address(), "GET", "/is_paused", 60) == {"is_paused": True}
     shm.step()
     assert shm.distance() <= CLOSE
 

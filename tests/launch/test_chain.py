@@ -173,7 +173,7 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 
 def broken(job: RunJob, role: str = "trainer", index: int = 1) -> RunDir:
     rundir = RunDir(job.root)
-    rundir.begin()
+    rundir.make_attempt()
     plan = Plan("id", 0, (Location("n1", (0,)), Location("n2", (0,))), (Location("n3", (0,)),), Location("n3", ()))
     rundir.plan_file.write_bytes(msgspec.json.encode(plan))
     rundir.fail(role, index, f"ended with exit code 1; it says: {ECC}; its log is there")
@@ -266,7 +266,7 @@ def test_no_last_word_before_it_is_decided(
         with JobStateFile(job.root, judged=judged) as state:
             state.set("running", attempt=0)
             rundir = RunDir(job.root)
-            rundir.begin()
+            rundir.make_attempt()
             rundir.fail("trainer", 0, "peer gone")
             plan = Plan("id", 0, (Location("n1", (0,), "n1", "lo"),), (), Location("n1", (), "n1", "lo"))
             rundir.plan_file.write_bytes(msgspec.json.encode(plan))

@@ -47,7 +47,7 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
     looks, seconds = RunDirPoller(rundir), 600
     engines = engine_restarter.EngineRestarter(rundir, "a", 2, {0: []}, lambda *_: None)
     for _ in range(seconds * 5):
-        assert not looks.end() and not looks.over(at_once=False)
+        assert not looks.must_end() and not looks.over(at_once=False)
         engines.restart_ended([])
         clock.sleep(0.2)
     assert seconds / 4 < len(asked) and len(asked) + 2 * seconds / host.HOST_BEAT <= seconds
@@ -69,20 +69,20 @@ def test_end_when_told_or_superseded(rundir: RunDir, monkeypatch: pytest.MonkeyP
     clock = TimeLimitWatcher()
     monkeypatch.setattr(run_dir_poller, "time", clock)
     told, left = RunDirPoller(rundir), RunDirPoller(rundir)
-    assert not told.end()
+    assert not told.must_end()
     rundir.request_end()
-    assert not told.end(), "it looks every two seconds"
+    assert not told.must_end(), "it looks every two seconds"
     clock.sleep(run_dir_poller.EVERY)
-    assert told.end()
+    assert told.must_end()
     (rundir.here / "end").unlink()
-    RunDir(rundir.root, 1).begin()
+    RunDir(rundir.root, 1).make_attempt()
     for _ in range(run_dir_poller.SELDOM):
-        ended = left.end()
+        ended = left.must_end()
         clock.sleep(run_dir_poller.EVERY)
     assert ended
     rundir.fail("engine", 3, "no memory")
     with pytest.raises(PeerError, match="engine-3: no memory"):
-        left.end()
+        left.must_end()
 
 
 def test_the_last_report_at_the_deadline_counts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def job(tmp_path: Path) -> RunJob:
     """A run over node1 and node2 whose only attempt began 500 s ago; its launcher's last word was that it ran."""
     rundir = RunDir.create(tmp_path / "run")
     (rundir.root / "options.json").write_text("{}")
-    rundir.begin()
+    rundir.make_attempt()
     write_atomic(rundir.here / HOSTS, msgspec.json.encode([Host("node1", 8), Host("node2", 8)]))
     os.utime(rundir.here / HOSTS, (LAST - 400, LAST - 400))
     write_state(rundir.root, JobState("running", LAST))

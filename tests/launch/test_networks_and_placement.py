@@ -82,7 +82,7 @@ def test_a_host_reports_addresses_that_it_really_has(tmp_path: Path) -> None:
 
 def test_hosts_that_do_not_answer_are_named(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     write(rundir, "a")
     assert list(gather(rundir, ["a"], 1)) == ["a"]
     assert list(gather(rundir, ["a", "b"], 0, lacks=1)) == ["a"]
@@ -219,7 +219,7 @@ def test_every_process_of_a_plan_is_started_once(tmp_path: Path) -> None:
 def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
     here, there = (RunDir.create(tmp_path / name) for name in ("a", "b"))
     for rundir in (here, there):
-        rundir.begin()
+        rundir.make_attempt()
     one, two = FileSync(here), FileSync(there)
     publish(here, EnginePeer(host="10.0.0.1", port=5))
     two.put(one.new())
@@ -348,7 +348,7 @@ def test_clock_asks_once(tmp_path: Path) -> None:
     blind.watch(stop, rundir)
     assert stop.requests and blind.due and stop.seconds == 60
     stopped = StopRequest()
-    stopped.ask("hpcrl stop")
+    stopped.request_stop("hpcrl stop")
     late = TimeLimitWatcher(limit, 60)
     late.ends = time.time() - 1
     late.next_look = 0

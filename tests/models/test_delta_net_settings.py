@@ -90,7 +90,7 @@ def test_sizes_that_are_no_numbers(tmp_path: Path, name: str) -> None:
 def test_context_parallel_computes_whole_sequences() -> None:
     """A token of a rank's own stands for as many tokens of its sequence as there are ranks."""
     linear, told = LayerKind(linear=True), fields(DENSE)
-    one = Layout.of(options(), told["num_layers"])
+    one = Layout.from_options(options(), told["num_layers"])
     four = replace(one, cp=4)
     assert backward_bytes(told, four, linear, 2) == 4 * backward_bytes(told, one, linear, 2)
     more = layer_bytes(told, four, linear, 2, frozenset(), 2) - layer_bytes(told, one, linear, 2, frozenset(), 2)

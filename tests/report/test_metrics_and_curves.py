@@ -233,7 +233,7 @@ def test_evaluation_curve_and_accuracy(
     assert measure(rows) == what
     assert [panel.title for panel in titled(rows)].count(f"held-out {what}") == 1
     bar = Progress(rundir, "grpo", None)
-    bar._look()
+    bar._draw_if_due()
     assert bar.text() == f"heldout {what} {values[-1]:.2f}"
 
 

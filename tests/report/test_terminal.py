@@ -94,7 +94,7 @@ from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 progress.GLANCE = 0.0
 rundir = RunDir.create(Path("run"))
-rundir.begin()
+rundir.make_attempt()
 bar = progress.Progress(rundir, "grpo [red]", None)
 bar.poll()
 publish(rundir, TrainerPeer(start=3, total=40))

@@ -35,7 +35,7 @@ def groups(count: int, first: int = 0) -> list[Group]:
     file = PromptFile(
         Path("p.jsonl"), tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(first + count)), 0, ""
     )
-    return PromptSource(file, 0, False).take(first + count)[first:]
+    return PromptSource(file, 0, False).next_groups(first + count)[first:]
 
 
 @settings(max_examples=30, deadline=None)

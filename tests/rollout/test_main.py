@@ -84,7 +84,7 @@ class Attempt:
         self.options = Options(**(defaults | values))
         number = len(list((path / "attempts").iterdir())) if (path / "attempts").exists() else 0
         self.rundir = RunDir(path, number) if number else RunDir.create(path)
-        self.rundir.begin()
+        self.rundir.make_attempt()
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
         write_atomic(self.rundir.options_file, self.options.model_dump_json().encode())
         write_atomic(self.rundir.plan_file, msgspec.json.encode(self.plan))

@@ -31,9 +31,9 @@ def test_processes_together_and_rollouts_apart(clock: list[float]) -> None:
     """What a killed process had done stays, its boxes go; the next rollout counts what is new alone."""
     custom, grading = SandboxTally(), SandboxTally()
     measures = SandboxMeasures([custom, grading])
-    custom.take("a", report(used=2, warm=1, made=3, handed_out=2, waited=0.5, seconds=4.0))
-    custom.take("b", report(used=1, making=1, made=1, handed_out=1, seconds=1.0, memory=2))
-    grading.take("c", report(warm=2, made=2, handed_out=1, waited=0.7, lost=1))
+    custom.add_report("a", report(used=2, warm=1, made=3, handed_out=2, waited=0.5, seconds=4.0))
+    custom.add_report("b", report(used=1, making=1, made=1, handed_out=1, seconds=1.0, memory=2))
+    grading.add_report("c", report(warm=2, made=2, handed_out=1, waited=0.7, lost=1))
     assert measures.states() == {"used": 3, "warm": 3, "making": 1}
     clock[0] += 5
     custom.forget("b")
@@ -55,7 +55,7 @@ def test_processes_together_and_rollouts_apart(clock: list[float]) -> None:
             "sandbox/failures/memory": 2,
         }
     )
-    custom.take("a", report(used=1, handed_out=1, waited=0.1, seconds=3.0))
+    custom.add_report("a", report(used=1, handed_out=1, waited=0.1, seconds=3.0))
     clock[0] += 2
     found = measures.measures()
     assert (found["sandbox/used"], found["sandbox/handed_out"]) == (1.5, 1)

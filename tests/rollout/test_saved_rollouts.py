@@ -78,7 +78,7 @@ def write(directory: Path, count: int = 2, **more: Any) -> None:
 
 
 def replay(saved: SavedRollouts, opts: Options, rollout_id: int, version: int) -> Rollout:
-    rollout = Rollout(rollout_id, version, saved.take(GROUPS), EACH)
+    rollout = Rollout(rollout_id, version, saved.next_groups(GROUPS), EACH)
 
     async def fill() -> None:
         for group in rollout.groups:
@@ -115,22 +115,24 @@ def test_a_run_gets_the_same_shares(tmp_path: Path) -> None:
                 assert getattr(mine.batch, name).tobytes() == getattr(other.batch, name).tobytes(), name
     state = saved.state() | {"rollout_id": 1}
     with pytest.raises(DataError, match="--load-debug-rollout-data .*/r-2: No such file"):
-        saved.take(GROUPS)
+        saved.next_groups(GROUPS)
     again = SavedRollouts(opts)
     again.restore({"epoch": 0, "offset": 6, "rollout_id": 0})  # of a run that sampled
-    assert [group.number for group in again.take(GROUPS)] == [3, 4, 5] and again.state() | {"rollout_id": 1} == state
+    assert [group.number for group in again.next_groups(GROUPS)] == [3, 4, 5] and again.state() | {
+        "rollout_id": 1
+    } == state
 
 
 def test_the_greedy_reward_is_kept(tmp_path: Path) -> None:
     write(tmp_path, baseline=0.25)
     saved = SavedRollouts(options(tmp_path))
-    group = saved.take(GROUPS)[1]
+    group = saved.next_groups(GROUPS)[1]
     (found,) = asyncio.run(saved.make(ResponseRequest(group, GREEDY, 0, 0)))
     assert found.reward == 0.25
     write(tmp_path)
     saved = SavedRollouts(options(tmp_path))
     with pytest.raises(DataError, match="group 1 has no greedy response"):
-        asyncio.run(saved.make(ResponseRequest(saved.take(GROUPS)[1], GREEDY, 0, 0)))
+        asyncio.run(saved.make(ResponseRequest(saved.next_groups(GROUPS)[1], GREEDY, 0, 0)))
 
 
 @pytest.mark.parametrize("more", [{"rollout_batch_size": 4}, {"n_samples_per_prompt": 3}])

@@ -29,7 +29,7 @@ from hpcrl.run.process import LATE, MISSING, CommandResult, run_command
 )
 def test_what_it_answers(script: str, answer: CommandResult, said: str) -> None:
     found = run_command(["sh", "-c", script], 5)
-    assert (found, found.said) == (answer, said)
+    assert (found, found.last_output) == (answer, said)
 
 
 def test_it_reads_what_it_is_given_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_it_reads_what_it_is_given_and_nothing_else(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("program", ["/nowhere/x", "no-such-program-anywhere", "/tmp"])
 def test_a_program_that_is_missing_is_an_answer(program: str) -> None:
     answer = run_command([program, "--version"], 5)
-    assert answer.code == MISSING and answer.said.startswith("cannot be started: ")
+    assert answer.code == MISSING and answer.last_output.startswith("cannot be started: ")
 
 
 def test_late_command_is_ended(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_late_command_is_ended(tmp_path: Path) -> None:
     began = time.monotonic()
     file = tmp_path / "pid"
     answer = run_command(["sh", "-c", f"sleep 60 & echo $! > {file}; sleep 60"], 1)
-    assert (answer.code, answer.out, answer.said) == (LATE, "", "no answer within 1 s")
+    assert (answer.code, answer.out, answer.last_output) == (LATE, "", "no answer within 1 s")
     assert time.monotonic() - began < 10
     deadline, child = time.monotonic() + 5, int(file.read_text())
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:

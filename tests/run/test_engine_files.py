@@ -79,7 +79,7 @@ def test_what_is_no_report_is_named(rundir: RunDir) -> None:
 
 def test_reports_reach_hosts_without_the_run_directory(rundir: RunDir, tmp_path: Path) -> None:
     far = RunDir.create(tmp_path / "far")
-    far.begin()
+    far.make_attempt()
     near, there = FileSync(rundir), FileSync(far)
     publish(rundir, peer(0))
     there.put(near.new())

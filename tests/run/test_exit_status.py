@@ -64,15 +64,15 @@ def test_a_limit_of_memory_that_was_reached_is_said(files: dict[str, str], said:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(re.sub(r"oom_kill \d", "oom_kill 0", text))
     watch = MemoryWatch(tmp_path)
-    assert watch.said() == ""
+    assert watch.describe_kills() == ""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    found = watch.said()
+    found = watch.describe_kills()
     assert found.endswith(said) and bool(found) == bool(said)
 
 
 def test_the_kernels_word_takes_the_place_of_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryWatch, "said", lambda _: "the kernel did it")
+    monkeypatch.setattr(MemoryWatch, "describe_kills", lambda _: "the kernel did it")
     watch = MemoryWatch()
     assert how_it_ended(-9, watch) == "was killed by SIGKILL (the kernel did it)"
     assert how_it_ended(-15, watch) == "was killed by SIGTERM"
@@ -83,7 +83,7 @@ def test_a_kill_before_the_process_is_none_of_its(tmp_path: Path) -> None:
     for name, text in V2.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert MemoryWatch(tmp_path).said() == ""
+    assert MemoryWatch(tmp_path).describe_kills() == ""
 
 
 @pytest.mark.parametrize("status", [-1000, -65, 0, 1, 127, 128, 193, 255, 4096])

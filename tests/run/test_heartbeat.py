@@ -139,7 +139,7 @@ def test_a_process_that_ended_is_not_silent(tmp_path: Path) -> None:
 )
 def test_the_host_names_who_hangs(tmp_path: Path, name: str, role: str) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     (tmp_path / "beats").mkdir()
     (tmp_path / "beats" / name).write_text("1 1")
     clock = TimeLimitWatcher()
@@ -155,7 +155,7 @@ def test_the_host_names_who_hangs(tmp_path: Path, name: str, role: str) -> None:
 
 def test_an_engines_supervisor_is_only_said_to_hang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     (tmp_path / "engine-1").write_text("1 1")
     clock = TimeLimitWatcher()
     pulse = HeartbeatMonitor(tmp_path, here=False, clock=clock)
@@ -168,7 +168,7 @@ def test_an_engines_supervisor_is_only_said_to_hang(tmp_path: Path, capsys: pyte
 def test_the_launcher_names_a_host_that_hangs(tmp_path: Path) -> None:
     """One of the plan; a spare host is looked for when it is needed."""
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     (tmp_path / "beats").mkdir()
     (tmp_path / "beats" / "node3").write_text("1 1")
     clock = TimeLimitWatcher()

@@ -56,7 +56,7 @@ def test_every_role_has_a_record_of_its_own(rundir: RunDir, peer: Peer) -> None:
 def test_an_earlier_attempts_peer_does_not_count(rundir: RunDir) -> None:
     publish(rundir, ENGINE)
     second = RunDir(rundir.root, 1)
-    second.begin()
+    second.make_attempt()
     assert find(second, EnginePeer) is None
 
 
@@ -113,11 +113,11 @@ def test_a_record_is_read_once(tmp_path: Path) -> None:
     leave(tmp_path, "n1")
     (tmp_path / "n2.json").write_text("{")
     (tmp_path / "other.txt").write_text("")
-    assert [*published.look()] == ["n1"] and [*published.damaged] == ["n2"]
+    assert [*published.poll()] == ["n1"] and [*published.damaged] == ["n2"]
     (tmp_path / "n1.json").unlink()
     leave(tmp_path, "n2")
     leave(tmp_path, "n3")
-    assert [*published.look()] == ["n1", "n3"] and [*published.damaged] == ["n2"]
+    assert [*published.poll()] == ["n1", "n3"] and [*published.damaged] == ["n2"]
 
 
 @pytest.mark.parametrize("wanted", [2, ["n1", "n2"]])
@@ -144,4 +144,4 @@ def test_a_wait_for_records_ends_in_time_or_when_told(tmp_path: Path) -> None:
 def test_a_larger_record_is_damaged(tmp_path: Path) -> None:
     leave(tmp_path, "n1")
     published = PublishedRecords(tmp_path, EnginePort, most=5)
-    assert not published.look() and "n1" in published.damaged
+    assert not published.poll() and "n1" in published.damaged

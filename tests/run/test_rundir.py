@@ -69,7 +69,7 @@ def test_no_run_directory_is_named(tmp_path: Path) -> None:
 
 def test_latest_log_link_follows_the_attempt(rundir: RunDir) -> None:
     second = RunDir(rundir.root, 1)
-    second.begin()
+    second.make_attempt()
     assert (rundir.root / "logs" / "latest").resolve() == second.logs
     (rundir.root / "options.json").write_text("{}")
     assert RunDir.latest(rundir.root).attempt == 1
@@ -125,17 +125,17 @@ def test_stop_is_seen_by_all(rundir: RunDir) -> None:
 
 def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
     first = RunDir.create(tmp_path / "run")
-    first.begin()
+    first.make_attempt()
     assert not first.superseded()
     later = RunDir(first.root, 1)
-    later.begin()
+    later.make_attempt()
     assert first.superseded() and not later.superseded()
 
 
 def test_partial_writes_are_removed(tmp_path: Path) -> None:
     """Partial files of a killed writer are removed wherever an attempt writes."""
     first = RunDir.create(tmp_path / "run")
-    first.begin()
+    first.make_attempt()
     places = (
         "keys",
         "samples",
@@ -154,7 +154,7 @@ def test_partial_writes_are_removed(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"half")
     (first.samples / "link").symlink_to(tmp_path / "elsewhere")
-    RunDir(first.root, 1).begin()
+    RunDir(first.root, 1).make_attempt()
     assert [path for path in left if path.exists()] == []
     assert all(path.exists() for path in kept)
 

@@ -97,7 +97,7 @@ def test_what_the_system_says_stands_beside_ours(number: int) -> None:
 
 def test_a_role_says_what_the_system_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
 
     def body() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/dev/shm/x")
@@ -122,7 +122,7 @@ def test_secondary_error_waits_for_the_first(tmp_path: Path, error: Exception) -
         return str(rundir.failure())
 
     for rundir in (first, second):
-        rundir.begin()
+        rundir.make_attempt()
     knows = threading.Timer(0.5, first.fail, ("launcher", 0, "host node2 was killed"))
     knows.start()
     begun = time.monotonic()
@@ -132,7 +132,7 @@ def test_secondary_error_waits_for_the_first(tmp_path: Path, error: Exception) -
 
 def test_the_launchers_word_replaces_an_echo(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     rundir.fail("trainer", 0, "Connection closed by peer")
     rundir.correct("host node2 does not answer (trainer-0: Connection closed by peer)")
     assert str(rundir.failure()) == "host node2 does not answer (trainer-0: Connection closed by peer)"
@@ -147,7 +147,7 @@ def test_partial_file_of_a_killed_writer(tmp_path: Path) -> None:
         rundir.root / "bank" / ".7.group.12",
         rundir.root / ".state.json.9",
     ]
-    rundir.begin()
+    rundir.make_attempt()
     rundir.attempt = 1
     half.append(rundir.root / "attempts" / "0" / ".error.trainer-1.476")
     half.append(rundir.checkpoints / ".latest_checkpointed_iteration.txt.1306")
@@ -160,7 +160,7 @@ def test_partial_file_of_a_killed_writer(tmp_path: Path) -> None:
     ]
     for path in (*half, *kept):
         path.write_text("x")
-    rundir.begin()
+    rundir.make_attempt()
     assert not any(path.exists() for path in half) and all(path.exists() for path in kept)
 
 
@@ -189,7 +189,7 @@ def tree(root: Path, own: str, files: dict[str, str]) -> Path:
 def test_a_limit_that_was_hit_is_named_whoever_sets_it(tmp_path: Path, own: str, events: str, limit: str) -> None:
     root = tree(tmp_path, own, {events: "oom 0\noom_kill 3\n", limit: "8589934592\n", "proc/vmstat": "oom_kill 3\n"})
     watch = MemoryWatch(root)
-    assert watch.sees and not watch.said()
+    assert watch.sees and not watch.describe_kills()
     assert how_it_ended(-9, watch) == f"was killed by SIGKILL ({NOT_MEMORY})"
     (root / events).write_text("oom 1\noom_kill 4\n")
     (root / "proc/vmstat").write_text("oom_kill 4\n")
@@ -197,7 +197,7 @@ def test_a_limit_that_was_hit_is_named_whoever_sets_it(tmp_path: Path, own: str,
     said = (
         f"the kernel killed 1 process for want of memory at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
     )
-    assert watch.said() == said and said in how_it_ended(-9, watch) and said in how_it_ended(137, watch)
+    assert watch.describe_kills() == said and said in how_it_ended(-9, watch) and said in how_it_ended(137, watch)
     assert said not in how_it_ended(-15, watch), "of a SIGTERM somebody else is the cause"
 
 
@@ -205,7 +205,7 @@ def test_a_host_without_memory_is_told_from_a_limit(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n", "proc/vmstat": "pgfault 1\noom_kill 0\n"})
     watch = MemoryWatch(root)
     (root / "proc/vmstat").write_text("pgfault 1\noom_kill 2\n")
-    assert "killed 2 processes" in watch.said()
+    assert "killed 2 processes" in watch.describe_kills()
     nothing = MemoryWatch(tmp_path / "nothing")
     assert not nothing.sees and how_it_ended(-9, nothing) == how_it_ended(-9), (
         "where nothing can be read nothing is claimed"

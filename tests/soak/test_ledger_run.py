@@ -78,7 +78,7 @@ def test_memory_stays_flat_over_many_groups(tmp_path: Path, files: bool, groups:
     all of them."""
 
     async def run() -> list[int]:
-        sampler = FakeSampler(lambda asked: 0.0 if asked.group.number % 50 or asked.begun else None)
+        sampler = FakeSampler(lambda asked: 0.0 if asked.group.number % 50 or asked.partial else None)
         values = {
             "rollout_batch_size": 64,
             "over_sampling_batch_size": 80,

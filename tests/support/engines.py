@@ -17,7 +17,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import EngineBroadcast
-from hpcrl.engine.membership.http import Address, ask
+from hpcrl.engine.membership.http import Address, request_json
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.run.peers import EnginePeer, find
@@ -67,7 +67,7 @@ class Engines:
         self.options = Options(**given)
         self.rundir = RunDir.create(root)
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
-        self.rundir.begin()
+        self.rundir.make_attempt()
         make_keys(self.rundir, 1)
         self.rundir.options_file.write_text(self.options.model_dump_json())
         self.write(self.plan)
@@ -142,7 +142,9 @@ def gone(pids: Iterable[int], seconds: float = 10) -> bool:
 def generate(address: Address, prompt: Sequence[int], count: int, **sampling: Any) -> dict[str, Any]:
     """One response: token_ids, logprobs (floats), weight_versions, finish_reason."""
     params = {"max_tokens": count, "temperature": 1.0, "logprobs": 0, "ignore_eos": True} | sampling
-    answer = ask(address, "POST", "/inference/v1/generate", 120, {"token_ids": list(prompt), "sampling_params": params})
+    answer = request_json(
+        address, "POST", "/inference/v1/generate", 120, {"token_ids": list(prompt), "sampling_params": params}
+    )
     choice = answer["choices"][0]
     return choice | {"logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]]}
 
@@ -220,7 +222,7 @@ class WholeTensors:
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.pairs)
 
-    def end(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 def connected(engines: Engines, options: Options | None = None) -> WeightSender:
@@ -264,9 +266,9 @@ def raw_push(engines: Engines, pairs: Pairs, change: Any = lambda info: None, in
     update.stage(WholeTensors(pairs), lambda tensors: tensors, False, 0)
     info = {"directory": str(update.there), "files": update.files}
     change(info)
-    ask(address, "POST", "/start_weight_update", 60)
+    request_json(address, "POST", "/start_weight_update", 60)
     try:
-        ask(address, "POST", "/update_weights", 60, {"update_info": info})
-        ask(address, "POST", "/finish_weight_update", 60)
+        request_json(address, "POST", "/update_weights", 60, {"update_info": info})
+        request_json(address, "POST", "/finish_weight_update", 60)
     finally:
         update.forget()

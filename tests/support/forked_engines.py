@@ -27,7 +27,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.engine.key_guard import KEY_FILE, REALM
-from hpcrl.engine.membership.http import Address, HttpError, ask
+from hpcrl.engine.membership.http import Address, HttpError, request_json
 from hpcrl.engine.server_settings import LISTEN_FD, build, server_environment
 from hpcrl.models.files.config_json import read_config
 from hpcrl.run.peers import EnginePeer, publish
@@ -123,7 +123,7 @@ def _publish(engines: Any) -> None:
         while True:
             assert server.poll() is None and time.monotonic() < deadline, engines.log_file(index).read_text()[-3000:]
             try:
-                ask(address, "GET", "/health", 10)
+                request_json(address, "GET", "/health", 10)
                 break
             except HttpError:
                 time.sleep(0.05)

@@ -85,7 +85,7 @@ def random_case(family: str, chance: Random) -> Case:
         stage = spread[int(name.split(".")[2])] if ".layers." in name else pp - 1 if last else 0
         shape = part_shape(rule, fields, config["vocab_size"], tp, etp)
         parts = tp if rule.expert is None else etp
-        shapes = Shapes.of(fields, config["vocab_size"], parts)
+        shapes = Shapes.from_config(fields, config["vocab_size"], parts)
         copies: list[list[int]] = [[] for _ in range(parts)]
         for rank in range(world):
             if stage_of[rank] != stage:

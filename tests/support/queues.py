@@ -30,7 +30,7 @@ WAIT = 20.0
 def make_rundir(path: Path, plan: Plan = PLAN, dp_size: int = 2) -> RunDir:
     """A run directory with the keys and the plan of one attempt."""
     rundir = RunDir.create(path)
-    rundir.begin()
+    rundir.make_attempt()
     write_atomic(rundir.plan_file, msgspec.json.encode(plan))
     auth.make_keys(rundir, dp_size)
     return rundir

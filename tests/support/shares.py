@@ -16,7 +16,7 @@ def sample(number: int, prompt: int = 3, answer: int = 5, optional: bool = False
     rng = np.random.default_rng(number)
     sizes = {"length": prompt + answer, "response_length": answer}
     extra = {
-        name: rng.integers(0, 100, (sizes[kind.of], *range(2, 2 + kind.dims))).astype(kind.dtype)
+        name: rng.integers(0, 100, (sizes[kind.counted_by], *range(2, 2 + kind.dims))).astype(kind.dtype)
         for name, kind in OPTIONAL.items()
         if optional
     }
@@ -41,7 +41,13 @@ def share_of(samples: list[Sample], rollout_id: int = 0, version: int = 0) -> Sh
     micro_batches = [[rows[at : at + 2] for at in range(0, len(rows), 2)]] if rows else []
     steps = len(micro_batches)
     return Share(
-        rollout_id, version, SampleBatch.of(samples), micro_batches, [len(rows)] * steps, [7] * steps, {"reward": 0.5}
+        rollout_id,
+        version,
+        SampleBatch.from_samples(samples),
+        micro_batches,
+        [len(rows)] * steps,
+        [7] * steps,
+        {"reward": 0.5},
     )
 
 

@@ -164,7 +164,7 @@ class Rollouts:
     def __init__(self, options: Options, engines: Engines, root: Path, total: int) -> None:
         self.options = options
         rundir = RunDir.create(root)
-        rundir.begin()
+        rundir.make_attempt()
         prompts = tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(64))
         self.store = GroupStore(options, PromptSource(PromptFile(Path("p"), prompts, 0, ""), 3, True), rundir)
         self.store._kept = False  # groups on disk are no matter of overlap, and would be most of what this costs

@@ -64,7 +64,7 @@ def small_recipe(name: str, directory: Path) -> tuple[Options, SampleBatch]:
         )
         for number in range(samples)
     ]
-    return options.model_copy(update=fields), SampleBatch.of(batch)
+    return options.model_copy(update=fields), SampleBatch.from_samples(batch)
 
 
 def small_config(name: str, options: Options) -> dict[str, Any]:

@@ -53,22 +53,22 @@ def logged(log: MetricsLog) -> list[tuple[int, float]]:
 def test_training_overlaps_an_evaluation(log: MetricsLog) -> None:
     """Training overlaps an evaluation and waits for the one before."""
     mine, rollout = evaluations(rollout := Rollout(), log), rollout
-    mine.begin(-1, 0)
+    mine.request_evaluation(-1, 0)
     assert not rollout.waited and rollout.asked == [
         {"rollout_id": -1, "version": 0, "while_training": True, "patience": 0.0}
     ]
-    mine.look()
+    mine.log_if_done()
     assert not logged(log)
     rollout.done = True
-    mine.look()
-    mine.look()
+    mine.log_if_done()
+    mine.log_if_done()
     assert logged(log) == [(-1, 0)] and len(rollout.asked) == 3, "nobody asks for what is there"
     rollout.done = False
-    mine.begin(1, 2)
-    mine.begin(3, 4)
+    mine.request_evaluation(1, 2)
+    mine.request_evaluation(3, 4)
     assert rollout.waited == [1] and logged(log) == [(-1, 0), (1, 2), (3, 4)]
     rollout.done = False
-    mine.begin(4, 5)
+    mine.request_evaluation(4, 5)
     assert rollout.waited == [1, 4], "after the last rollout there is nothing to go on with"
     assert [mine.due(rollout_id) for rollout_id in range(5)] == [False, True, False, True, True]
 
@@ -76,7 +76,7 @@ def test_training_overlaps_an_evaluation(log: MetricsLog) -> None:
 def test_the_loops_that_take_turns_or_repeat_wait(log: MetricsLog) -> None:
     for values in ({"loop": "sync"}, {"loop": "async", "deterministic_mode": True}):
         rollout = Rollout()
-        evaluations(rollout, log, **values).begin(1, 2)
+        evaluations(rollout, log, **values).request_evaluation(1, 2)
         assert rollout.waited == [1] and "while_training" not in rollout.asked[0]
 
 

@@ -115,7 +115,7 @@ def test_whatever_the_bytes_are(name: str) -> None:
 def test_whatever_a_plan_holds(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     chance = random.Random(SEED)
-    rundir.begin()
+    rundir.make_attempt()
     valid = msgspec.json.encode(PLAN)
     rundir.plan_file.write_bytes(valid)
     assert read_plan(rundir) == PLAN

@@ -165,13 +165,13 @@ def test_each_share_arrives_once(seed: int) -> None:
 
 def test_a_call_is_new_once() -> None:
     calls = Calls()
-    assert calls.begin(0)
-    assert not calls.begin(0)
+    assert calls.register_call(0)
+    assert not calls.register_call(0)
     assert calls.finish(Reply(0, {"a": 1}))
     assert not calls.finish(Reply(0, {"a": 2}))
     assert calls.answer(0) == Reply(0, {"a": 1})
-    assert calls.begin(1)
-    assert not calls.begin(0)
+    assert calls.register_call(1)
+    assert not calls.register_call(0)
     assert calls.answer(0) is None
     assert calls.unanswered() == [1]
 
@@ -210,11 +210,11 @@ def test_who_does_not_fit_gets_no_seat(changes: dict[str, Any], message: str) ->
 def test_who_was_replaced_does_not_come_back() -> None:
     rank = Rank(1, outbox())
     rank.sit(b"1", hello())
-    rank.calls.begin(5)
+    rank.calls.register_call(5)
     rank.sit(b"2", hello())
-    assert not rank.calls.begin(5)  # the same client over another connection
+    assert not rank.calls.register_call(5)  # the same client over another connection
     rank.sit(b"3", hello(client="b", pid=2))
-    assert rank.calls.begin(5)
+    assert rank.calls.register_call(5)
     assert rank.refusal(hello(client="b"), PLAN, 2) is None
     refusal = rank.refusal(hello(), PLAN, 2)
     assert isinstance(refusal, PeerError)

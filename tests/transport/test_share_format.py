@@ -46,10 +46,10 @@ def test_columns_that_only_some_runs_have_arrive_too() -> None:
     frames = frames_of(its)
     assert len(frames) == 7 + len(OPTIONAL)
     assert same(decode(frames), its)
-    picked = its.batch.take([1])
+    picked = its.batch.select([1])
     assert all(np.array_equal(picked.extra[name], samples[0].extra[name]) for name in OPTIONAL)
     with pytest.raises(DataError, match="samples of a batch.*routed_experts, sample 1 of group 0 differs"):
-        SampleBatch.of([samples[0], sample(1)])
+        SampleBatch.from_samples([samples[0], sample(1)])
 
 
 def test_optional_columns_are_checked() -> None:

@@ -89,7 +89,7 @@ class Export:
     def gathered(self) -> Iterator[Any]:
         yield from TENSORS
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self.ended += self.open
         self.open = False
 
@@ -98,7 +98,7 @@ def updates(
     tmp_path: Path, sender: Sender, registry: Registry, seconds: float = 1.0, first: Any = None
 ) -> tuple[Updates, Export]:
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     made = Updates(
         sender,
         rundir,

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.engine.membership.http import Address, HttpError, ask
+from hpcrl.engine.membership.http import Address, HttpError, request_json
 from hpcrl.run.engine_files import read_views
 from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe
 
@@ -70,7 +70,7 @@ def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
         run = Run(file, root=root)
         run.until(lambda: run.steps() >= 2, 240)
         with pytest.raises(HttpError, match="401"):
-            ask(Address("127.0.0.1", port, "no key"), "GET", "/health", 10)
+            request_json(Address("127.0.0.1", port, "no key"), "GET", "/health", 10)
         end(engine)
         engine = serve(file, address, keys, log)  # it comes back with the weights that it began with
         there = run.steps()

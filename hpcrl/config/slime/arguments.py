@@ -68,7 +68,7 @@ class Translation:
     lines: tuple[Line, ...]
     wrong: tuple[UsageError, ...] = ()
 
-    def of(self, *outcomes: str) -> list[Line]:
+    def with_outcome(self, *outcomes: str) -> list[Line]:
         """The lines of these outcomes."""
         return [line for line in self.lines if line.reading.outcome in outcomes]
 
@@ -81,7 +81,7 @@ class _Found:
     lines: list[Line] = field(default_factory=list)
     wrong: list[UsageError] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)  #: why -> the flags, as given
-    said: dict[str, str] = field(
+    reasons: dict[str, str] = field(
         default_factory=dict
     )  #: option, with its table before it -> the flag that set it, as given
 
@@ -98,9 +98,9 @@ def translate(words: Sequence[str], program: str = "train.py") -> Translation:
     except UsageError as error:
         return Translation({}, (), (error,))
     if program == ASYNC:
-        _take(ASYNC, {ASYNC: []}, found)
+        _store_flag(ASYNC, {ASYNC: []}, found)
     for flag in given:
-        _take(flag, given, found)
+        _store_flag(flag, given, found)
     for flag, value in other_defaults().items():
         if flag not in given and own()[flag].field not in found.values:
             _set_default(flag, value, found)
@@ -127,7 +127,7 @@ def split_flags(words: Sequence[str]) -> dict[str, list[str]]:
     return given
 
 
-def _take(flag: str, given: Given, found: _Found) -> None:
+def _store_flag(flag: str, given: Given, found: _Found) -> None:
     """Store what one flag means, or what is wrong with it."""
     shown = " ".join([flag if flag == ASYNC else f"--{flag}", *given[flag]])
     reading = read_flag(flag, given)
@@ -153,11 +153,11 @@ def _check_said(values: dict[str, Any], shown: str, found: _Found) -> None:
             table[head][key] if key else table.get(head) for table in (values, _padded(found.values, head, key))
         )
         # train_async.py is where the fully asynchronous function runs
-        if name in found.said and found.said[name] != ASYNC and value != before:
+        if name in found.reasons and found.reasons[name] != ASYNC and value != before:
             found.wrong.append(
-                UsageError(f"{found.said[name]} and {shown} contradict each other", "leave one of them out")
+                UsageError(f"{found.reasons[name]} and {shown} contradict each other", "leave one of them out")
             )
-        found.said[name] = shown
+        found.reasons[name] = shown
 
 
 def _padded(values: dict[str, Any], head: str, key: str) -> dict[str, Any]:

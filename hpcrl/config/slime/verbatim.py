@@ -107,7 +107,7 @@ def broken_rules(translation: Translation, overrides: Mapping[str, Any]) -> list
     try:
         resolve_stages(recipe, overrides, PLACES)
     except UsageError as error:
-        refused = {f"--{line.flag}" for line in translation.of("refused")}
+        refused = {f"--{line.flag}" for line in translation.with_outcome("refused")}
         return [part for part in parts_of(error) if refused.isdisjoint(re.findall(r"--[a-z0-9-]+", str(part)))]
     return []
 
@@ -136,12 +136,8 @@ def recipe_text(translation: Translation, name: str, about: str, notes: Sequence
 
 def summary(translation: Translation) -> list[str]:
     """One line for each flag that is not simply kept."""
-    tells = [line for line in translation.lines if _tells(line.reading)]
+    tells = [line for line in translation.lines if line.reading.outcome != "kept" or line.reading.why]
     return [f"{line.reading.outcome if line.flag else 'set'}: {line.text()}" for line in tells]
-
-
-def _tells(reading: Any) -> bool:
-    return reading.outcome != "kept" or bool(reading.why)
 
 
 def _options(values: Mapping[str, Any]) -> Iterator[str]:
@@ -158,11 +154,11 @@ def _options(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _story(translation: Translation, notes: Sequence[str]) -> Iterator[str]:
     """The comment at the end: what became of each flag."""
-    kept = translation.of("kept")
+    kept = translation.with_outcome("kept")
     yield ""
     yield f"# {len(kept)} of {len(translation.lines)} flags are kept as they are."
     for outcome, title in TITLES.items():
-        if lines := translation.of(outcome):
+        if lines := translation.with_outcome(outcome):
             yield f"# What {title}:"
             yield from (part for line in lines for part in _wrapped(line.text(), "#   "))
     if added := [line for line in kept if line.reading.why]:

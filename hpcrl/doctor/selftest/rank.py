@@ -35,7 +35,7 @@ def gather(mine: Outcome, place: CheckContext) -> Outcome:
     import torch
     import torch.distributed as dist
 
-    data = msgspec.json.encode(msgspec.structs.replace(mine, said=mine.said[:500]))[:LONGEST].ljust(LONGEST)
+    data = msgspec.json.encode(msgspec.structs.replace(mine, said=mine.text[:500]))[:LONGEST].ljust(LONGEST)
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(place.device)
     rows = torch.empty(place.world * LONGEST, dtype=torch.uint8, device=place.device)
     dist.all_gather_into_tensor(rows, row)
@@ -47,7 +47,7 @@ def run_checks(chosen: dict[str, Check], place: CheckContext, results: Results, 
     """One after another; each has its own directory."""
     for name, check in chosen.items():
         if place.rank == 0:
-            results.begin(name)
+            results.start_check(name)
         own = place.directory / "work" / name
         own.mkdir(parents=True, exist_ok=True)
         outcome = try_check(check, replace(place, directory=own))

@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """
 
     result: Literal["passed", "failed", "skipped"]
-    said: str
+    text: str
     numbers: dict[str, Number] = {}
     seconds: float = 0.0
 
@@ -141,14 +141,14 @@ class Results:
         for name in ("results", "started", "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
 
-    def begin(self, name: str) -> None:
+    def start_check(self, name: str) -> None:
         touch(self.directory / "started" / name)
 
     def write(self, name: str, outcome: Outcome) -> None:
         write_atomic(self.directory / "results" / f"{name}.json", msgspec.json.encode(outcome))
 
     def read(self) -> dict[str, Outcome]:
-        return PublishedRecords(self.directory / "results", Outcome).look()
+        return PublishedRecords(self.directory / "results", Outcome).poll()
 
     def interrupted(self, names: Iterable[str]) -> str | None:
         """The check of `names` that began and has no result: what its process died in."""
@@ -175,7 +175,7 @@ def table(every: Mapping[str, Check], found: Mapping[str, Outcome]) -> str:
         if outcome is None:
             rows.append(f"{'not run':8} {name}")
         else:
-            rows.append(f"{outcome.result:8} {name:16} {outcome.said} ({outcome.seconds:.0f} s)")
+            rows.append(f"{outcome.result:8} {name:16} {outcome.text} ({outcome.seconds:.0f} s)")
     counts = [f"{sum(o.result == kind for o in found.values())} {kind}" for kind in ("passed", "failed", "skipped")]
     return "\n".join([*rows, ", ".join(counts)])
 

@@ -21,7 +21,7 @@ from hpcrl.doctor.selftest.whole_run import gpu_count
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import without_gpus
-from hpcrl.run.process import PARENT, end
+from hpcrl.run.process import PARENT, end_processes
 from hpcrl.utils.check_results import last_line
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import open_append
@@ -141,5 +141,5 @@ def watch(
                 break
             time.sleep(0.1)
     finally:
-        end([psutil.Process(p.pid) for p, _ in started if p.poll() is None], 5.0)
+        end_processes([psutil.Process(p.pid) for p, _ in started if p.poll() is None], 5.0)
     return why

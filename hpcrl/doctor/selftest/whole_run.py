@@ -21,7 +21,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.report.metrics import last_records
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.process import end
+from hpcrl.run.process import end_processes
 from hpcrl.run.rundir import RunDir
 from hpcrl.utils.check_results import last_line
 from hpcrl.utils.deadline import Deadline
@@ -85,7 +85,7 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
         finally:
             late = process.poll() is None
             if late:
-                end([psutil.Process(process.pid)], GRACE)
+                end_processes([psutil.Process(process.pid)], GRACE)
             process.wait()
     if late:
         raise HpcrlError(f"hpcrl run did not end within {LONG:.0f} s", f"see {log}")

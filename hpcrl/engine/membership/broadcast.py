@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from hpcrl.engine.membership.http import GLANCE_SECONDS, HEALTH, SILENT, Address, HttpError, ask, status
+from hpcrl.engine.membership.http import GLANCE_SECONDS, HEALTH, SILENT, Address, HttpError, request_json, status
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
@@ -52,14 +52,14 @@ class EngineBroadcast:
 
     def post(self, phase: str, path: str, body: Any = None, seconds: float | None = None) -> list[Any]:
         """POST the same body to all engines; their answers in order of the engines."""
-        return self.begin(phase, path, [body] * len(self.engines), seconds).results()
+        return self.post_all(phase, path, [body] * len(self.engines), seconds).results()
 
     def call(self, phase: str, method: str, *args: str, seconds: float | None = None) -> list[list[Any]]:
         """Call a method of all workers of all engines; [engine][worker] -> what it returned."""
         answers = self.post(phase, "/collective_rpc", {"method": method, "args": list(args)}, seconds)
         return [answer["results"] for answer in answers]
 
-    def begin(self, phase: str, path: str, bodies: Sequence[Any], seconds: float | None = None) -> PendingCalls:
+    def post_all(self, phase: str, path: str, bodies: Sequence[Any], seconds: float | None = None) -> PendingCalls:
         """Start one POST to each engine, bodies in order of the engines, and return at once."""
         return PendingCalls(self, phase, path, bodies, seconds or self.seconds)
 
@@ -115,28 +115,28 @@ class PendingCalls:
             self.next_glance = now + GLANCE
             self._listen()
             for engine in late:
-                self._glance(engine)
+                self._check_alive(engine)
 
-    def _glance(self, engine: Engine) -> None:
+    def _check_alive(self, engine: Engine) -> None:
         found = status(engine.address, seconds=GLANCE_SECONDS)
         if found not in (200, SILENT):  # slow is not dead
             answer = f"{HEALTH} answers {found}" if found > 0 else "there is no listener"
-            self._bury(engine, f"{engine} died during {self.phase}: {answer}")
+            self._raise_lost(engine, f"{engine} died during {self.phase}: {answer}")
 
     def _raise(self, engine: Engine, error: BaseException) -> None:
         if isinstance(error, HttpError) and error.status is None:
             if isinstance(error.__cause__, TimeoutError):
                 raise self._late(engine) from error
-            self._bury(engine, f"{engine} died during {self.phase}: {error}")
+            self._raise_lost(engine, f"{engine} died during {self.phase}: {error}")
         if isinstance(error, HttpError) and (error.status or 0) >= 500:
-            self._glance(engine)  # what fails there may have failed because its core is dead
+            self._check_alive(engine)  # what fails there may have failed because its core is dead
         raise PeerError(f"{engine}: {self.phase} failed: {error}") from error
 
     def _late(self, engine: Engine) -> EngineLate:
         what = f"{engine}: {self.phase} did not end within {self.limit:.0f} s"
         return EngineLate(what, "see its log, or raise --update-timeout", engine)
 
-    def _bury(self, engine: Engine, message: str) -> None:
+    def _raise_lost(self, engine: Engine, message: str) -> None:
         """Raise EngineLost, with the reason that the engine's own supervisor records, if it does so in time."""
         until = Deadline(LAST_WORDS)
         while not until.over:
@@ -153,7 +153,7 @@ class PendingCalls:
 
 
 def _start(address: Address, path: str, body: Any, seconds: float) -> Future[Any]:
-    return in_thread(lambda: ask(address, "POST", path, seconds, body))
+    return in_thread(lambda: request_json(address, "POST", path, seconds, body))
 
 
 def in_thread(work: Callable[[], Any]) -> Future[Any]:

@@ -51,7 +51,7 @@ class HttpError(PeerError):
         self.status = status
 
 
-def ask(address: Address, method: str, path: str, seconds: float, body: Any = None) -> Any:
+def request_json(address: Address, method: str, path: str, seconds: float, body: Any = None) -> Any:
     """The JSON of a 200 answer; None if it is empty.
 
     Args:
@@ -84,7 +84,7 @@ def ask(address: Address, method: str, path: str, seconds: float, body: Any = No
 def status(address: Address, path: str = HEALTH, seconds: float = HEALTH_SECONDS) -> int:
     """The status with which the engine answers; else SILENT, REFUSED (one that is ending does not listen) or BROKEN."""
     try:
-        ask(address, "GET", path, seconds)
+        request_json(address, "GET", path, seconds)
     except HttpError as error:
         if error.status is not None:
             return error.status

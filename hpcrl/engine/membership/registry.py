@@ -95,10 +95,10 @@ class Registry:
 
     def up(self, index: int, incarnation: int, address: Address | None = None, model_len: int | None = None) -> None:
         """Its supervisor says that it answers, in this incarnation."""
-        member = self._of(index, incarnation)
+        member = self._member(index, incarnation)
         if member is None or (incarnation == member.incarnation and member.state != "starting"):
             return
-        self._begin(member, incarnation)
+        self._start_incarnation(member, incarnation)
         member.address = address
         member.model_len = model_len
         member.version = None
@@ -112,15 +112,15 @@ class Registry:
         Args:
             again: another follows.
         """
-        if (member := self._of(index, incarnation)) is not None:
-            self._begin(member, incarnation)
+        if (member := self._member(index, incarnation)) is not None:
+            self._start_incarnation(member, incarnation)
             member.version = None
             member.why = why
             member.state = "ended" if again else "gone"
 
     def suspect(self, index: int, incarnation: int, why: str) -> None:
         """A request failed there, and it does not say that it is well."""
-        member = self._of(index, incarnation)
+        member = self._member(index, incarnation)
         if member is None or incarnation != member.incarnation or member.state not in ("serving", "joining"):
             return
         member.why = why
@@ -128,7 +128,7 @@ class Registry:
 
     def well(self, index: int, incarnation: int) -> None:
         """One in doubt answers again."""
-        member = self._of(index, incarnation)
+        member = self._member(index, incarnation)
         if member is not None and incarnation == member.incarnation and member.state == "suspect":
             member.state, member.why = ("serving", "") if self._current(member) else ("joining", "")
 
@@ -150,7 +150,7 @@ class Registry:
         newer."""
         self.published = version if self.published is None else self.published
         for index, incarnation in who:
-            member = self._of(index, incarnation)
+            member = self._member(index, incarnation)
             if member is None or incarnation != member.incarnation or version < self.published:
                 continue
             if member.state in ("joining", "serving", "suspect"):
@@ -161,7 +161,7 @@ class Registry:
 
     def lost(self, index: int, incarnation: int, why: str) -> None:
         """It was left out of an update in the middle: whatever it holds is not to be asked."""
-        member = self._of(index, incarnation)
+        member = self._member(index, incarnation)
         if member is None or incarnation != member.incarnation or member.state in ("starting", "ended", "gone"):
             return
         member.version = None
@@ -169,12 +169,12 @@ class Registry:
         member.failed_updates += 1
         member.state = "gone" if self.limit == 0 else "suspect"
 
-    def _of(self, index: int, incarnation: int) -> Engine | None:
+    def _member(self, index: int, incarnation: int) -> Engine | None:
         member = self.members.get(index)
         return None if member is None or member.state == "gone" or incarnation < member.incarnation else member
 
     @staticmethod
-    def _begin(member: Engine, incarnation: int) -> None:
+    def _start_incarnation(member: Engine, incarnation: int) -> None:
         member.incarnation = incarnation
         member.first = incarnation if member.first is None else member.first
 

@@ -92,7 +92,7 @@ class AdapterSlot:
         for owner, name, layer in self._wrapped:
             setattr(owner, name, layer.base_layer if alone else layer)
 
-    def begin(self) -> None:
+    def register(self) -> None:
         """Let requests find the adapter, of zeros until its tensors are there."""
         manager = self._manager
         if NUMBER not in manager.list_adapters():  # its own way in asks for the tensors

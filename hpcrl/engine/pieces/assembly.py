@@ -39,7 +39,7 @@ class PartMemory:
         self.device = device
         self.free: dict[int, list[np.ndarray]] = {}
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], of whatever values."""
         if self.device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # torch itself keeps what was given back
@@ -124,7 +124,7 @@ class Assembly:
         places = targets(*self.held[name], (piece[1], piece[2], piece[3], piece[4]))
         return sum((own[0].stop - own[0].start) * (own[1].stop - own[1].start) for own, _ in places)
 
-    def begin(self) -> None:
+    def start_update(self) -> None:
         """A new update."""
         self.missing = dict(self.size)
         self.current = False
@@ -135,7 +135,7 @@ class Assembly:
             self.bytes = 0
             self.most = 0
 
-    def take(
+    def read_message(
         self, number: int, buffer: torch.Tensor, counts: torch.Tensor | None = None
     ) -> list[tuple[str, torch.Tensor]]:
         """Take message `number` out of its bytes; the tensors that are complete now, as loaders want them.
@@ -177,7 +177,7 @@ class Assembly:
                 copy(part[own], piece[inside])
             return
         if tensor.name not in self.borrowed:
-            self.borrowed[tensor.name] = BorrowedPart(self._shape(tensor), piece.dtype, self.memory.take)
+            self.borrowed[tensor.name] = BorrowedPart(self._shape(tensor), piece.dtype, self.memory.allocate)
         for own, inside in targets(*self.held[tensor.name], area):
             self.borrowed[tensor.name].add(own, piece[inside])
 
@@ -191,7 +191,7 @@ class Assembly:
         if tensor.name not in self.parts:
             shape = self._shape(tensor)
             nbytes = shape[0] * shape[1] * ITEM_BYTES[tensor.dtype]
-            self.parts[tensor.name] = self.memory.take(nbytes).view(getattr(torch, tensor.dtype)).view(shape)
+            self.parts[tensor.name] = self.memory.allocate(nbytes).view(getattr(torch, tensor.dtype)).view(shape)
             self.bytes += nbytes
             self.most = max(self.most, self.bytes)
         return self.parts[tensor.name]

@@ -79,10 +79,10 @@ def part_tensor(
     if len(shape) > 1:
         spans.append([(columns[0], columns[1]) if columns is not None else (0, shape[1])])
     spans += [((0, size),) for size in shape[2:]]
-    return _made(shape, part, spans)
+    return _build(shape, part, spans)
 
 
-def _made(shape: Sequence[int], part: torch.Tensor, spans: Sequence[Sequence[Span]]) -> torch.Tensor:
+def _build(shape: Sequence[int], part: torch.Tensor, spans: Sequence[Sequence[Span]]) -> torch.Tensor:
     if all(_covers(dimension, size) for dimension, size in zip(spans, shape, strict=True)):
         return part
     return PartTensor(shape, part, spans)
@@ -121,7 +121,7 @@ def _narrowed(
             kept.append((low - first, high - low))
         at += length
     part = tensor.part.narrow(dim, begin, sum(length for _, length in kept))
-    return _made(shape, part, [*tensor.spans[:dim], kept, *tensor.spans[dim + 1 :]])
+    return _build(shape, part, [*tensor.spans[:dim], kept, *tensor.spans[dim + 1 :]])
 
 
 def _unsqueezed(tensor: PartTensor, dim: int) -> torch.Tensor:
@@ -130,10 +130,10 @@ def _unsqueezed(tensor: PartTensor, dim: int) -> torch.Tensor:
     spans = list(tensor.spans)
     shape.insert(dim, 1)
     spans.insert(dim, ((0, 1),))
-    return _made(shape, tensor.part.unsqueeze(dim), spans)
+    return _build(shape, tensor.part.unsqueeze(dim), spans)
 
 
 def _selected(tensor: PartTensor, dim: int, index: int) -> torch.Tensor:
     dim %= tensor.dim()
     shape = [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
-    return _made(shape, tensor.part.select(dim, index), [*tensor.spans[:dim], *tensor.spans[dim + 1 :]])
+    return _build(shape, tensor.part.select(dim, index), [*tensor.spans[:dim], *tensor.spans[dim + 1 :]])

@@ -78,7 +78,7 @@ class PieceReceiver:
     def _receive(self, load: Load, changes: bool) -> None:
         if changes and not self.assembly.current:
             raise ValueError("changes were to come, and this worker has not kept what they change")
-        self.assembly.begin()
+        self.assembly.start_update()
         number = 0
         rounds = self.receive_plan.rounds or ((),)  # a worker that needs nothing has one empty round, its last
         arriving: dict[tuple[int, int], Transfer] = {}
@@ -96,7 +96,7 @@ class PieceReceiver:
                 else:
                     heard = transfer.wait()
                     counts = self._counts(message, heard) if changes else None
-                complete += self.assembly.take(number + place, self._bytes(message), counts)
+                complete += self.assembly.read_message(number + place, self._bytes(message), counts)
                 if not self.assembly.borrowable:
                     handed += self._done_with(message)
             number += len(messages)

@@ -119,7 +119,7 @@ def run_attempt(
     """
     continues = held.carried is not None
     try:
-        work_in_turns(rundir.begin, poll)
+        work_in_turns(rundir.make_attempt, poll)
         tell_first(rundir, first)
         begin_tidying(rundir)
         if not continues:

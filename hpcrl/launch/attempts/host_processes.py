@@ -23,7 +23,7 @@ from hpcrl.launch.roles import GRACE
 from hpcrl.plan import Host, Plan
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.pauses import CarriedOver, PausedHost, carried_over, follow_log, hand_over, paused_hosts
-from hpcrl.run.process import end, end_descendants
+from hpcrl.run.process import end_descendants, end_processes
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import BEATS, RunDir, listed
 from hpcrl.transport.auth import forget_keys
@@ -70,7 +70,7 @@ class HostProcess:
     def end(self) -> None:
         """End it, if it has not ended by itself."""
         if self.status is None:
-            end([psutil.Process(self.process.pid)], GRACE)
+            end_processes([psutil.Process(self.process.pid)], GRACE)
 
 
 class HostHandle(Protocol):
@@ -153,7 +153,7 @@ class HeldHosts:
                 self.absent = {host.name for host in self.hosts}
                 return False
             names = [name for name in listed(rundir.here / BEATS) if not name.startswith(".")]
-            records.look()
+            records.poll()
             self.absent = {
                 host.name for host in self.hosts if not _all_of(host.name, names, records.found)
             } - expendable

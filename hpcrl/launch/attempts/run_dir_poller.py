@@ -28,7 +28,7 @@ class RunDirPoller:
     is_over: bool = False
     stopping: bool = False  #: whether the run was asked to save and end
 
-    def _look(self, at_once: bool = False) -> None:
+    def _poll(self, at_once: bool = False) -> None:
         now = time.monotonic()
         if now < self.next and not at_once:
             return
@@ -40,13 +40,13 @@ class RunDirPoller:
         self.stopping = STOP in signs
         self.ended = "end" in signs or (self.count % SELDOM == 0 and self.rundir.superseded())
 
-    def end(self) -> bool:
+    def must_end(self) -> bool:
         """Whether this host is to end now.
 
         Raises:
             PeerError: if the attempt has failed somewhere.
         """
-        self._look()
+        self._poll()
         return self.ended
 
     def over(self, at_once: bool) -> bool:
@@ -55,5 +55,5 @@ class RunDirPoller:
         Args:
             at_once: a host whose own roles have ended does not wait for the next look.
         """
-        self._look(at_once)
+        self._poll(at_once)
         return self.is_over

@@ -13,7 +13,7 @@ import psutil
 from hpcrl.launch.local import spawn
 from hpcrl.launch.roles import GRACE
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.process import end
+from hpcrl.run.process import end_processes
 from hpcrl.run.scratch import Scratch
 from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.untrusted_files import Damaged, read_json
@@ -47,5 +47,5 @@ class TrialProcess:
     def end(self) -> None:
         """End it, if it has not ended by itself."""
         if self._process.poll() is None:
-            end([psutil.Process(self._process.pid)], GRACE)
+            end_processes([psutil.Process(self._process.pid)], GRACE)
         self._folder.remove()

@@ -91,10 +91,10 @@ class OutputRelay:
             if stream.number in ready and not data:
                 self._open.remove(stream)
             some |= bool(data)
-            self._take(stream, data)
+            self._relay(stream, data)
         return some
 
-    def _take(self, stream: _Stream, data: bytes) -> None:
+    def _relay(self, stream: _Stream, data: bytes) -> None:
         *lines, stream.rest = (stream.rest + data).split(b"\n")
         said = [line for line in lines if not self._heard(line)]
         if not data and MARK.encode() not in stream.rest:  # an unfinished line of one who waits

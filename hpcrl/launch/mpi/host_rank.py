@@ -35,7 +35,7 @@ from hpcrl.launch.mpi.channel import (
 from hpcrl.launch.mpi.file_sync import FileSync, write_files
 from hpcrl.launch.mpi.placement import Placement, RankPlace
 from hpcrl.launch.roles import GRACE
-from hpcrl.run.process import end, end_descendants
+from hpcrl.run.process import end_descendants, end_processes
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import LIVE
 
@@ -112,12 +112,12 @@ class HostRank:
 
     def _end_part(self) -> None:
         if self.part and self.part.process.poll() is None:
-            end([psutil.Process(self.part.process.pid)], GRACE)
+            end_processes([psutil.Process(self.part.process.pid)], GRACE)
 
     def _obey(self, message: FromLauncher) -> None:
         match message:
             case BeginAttempt():
-                self.part = self._begin(message)
+                self.part = self._start_attempt(message)
             case RunFiles() if self.part:
                 if self.part.sync:
                     self.part.sync.put(message.files)
@@ -128,7 +128,7 @@ class HostRank:
             case CheckPath():
                 self.channel.send(0, PathFound(Path(message.path).exists()))
 
-    def _begin(self, message: BeginAttempt) -> HostPart:
+    def _start_attempt(self, message: BeginAttempt) -> HostPart:
         self._end_part()  # of an attempt before, which may have stood still
         end_descendants(0.5)
         rundir = RunDir(message.root, message.attempt)

@@ -64,7 +64,7 @@ class RemoteHost:
     log: Path
     rank: int
     channel: Channel[FromHost]
-    begun: tuple[str, int]
+    attempt_key: tuple[str, int]
     ended: int | None = None
     memory: None = None
     expendable: str = ""
@@ -172,7 +172,7 @@ class MpiHosts:
             for rank, message in self.channel.receive():
                 if isinstance(message, BoxesTried) and rank in asked:
                     found[asked[rank]] = message.trial
-                self._take(rank, message, rundir)
+                self._handle(rank, message, rundir)
             if here and (said := here.outcome()):
                 found[asked[0]] = said
                 here = None
@@ -200,10 +200,10 @@ class MpiHosts:
         """
         if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a request to stop
             stop.nudges = 0
-            stop.ask("asked to")
+            stop.request_stop("asked to")
         self.channel.beat(self.others)
         for rank, message in self.channel.receive():
-            self._take(rank, message, rundir)
+            self._handle(rank, message, rundir)
         if self.part and self.part.sync and (files := self.part.sync.new()):
             self._pass_on(files, origin=0)
         if rundir and rundir.here.exists():
@@ -211,14 +211,14 @@ class MpiHosts:
                 host = self.placement.places[rank].host
                 rundir.fail("launcher", 0, f"host {host} did not answer for {DEAD:.0f} s; is it up, and its network?")
 
-    def _take(self, rank: int, message: FromHost, rundir: RunDir | None) -> None:
+    def _handle(self, rank: int, message: FromHost, rundir: RunDir | None) -> None:
         match message:
             case RunFiles() if self.part and self.part.sync:
                 self.part.sync.put(message.files)
                 self._pass_on(message.files, origin=rank)
             case HostEnded():
                 for member in self.remote:
-                    if member.rank == rank and member.begun == (message.root, message.attempt):
+                    if member.rank == rank and member.attempt_key == (message.root, message.attempt):
                         member.ended = message.status
             case PathFound(found=False):
                 self.apart.add(rank)
@@ -238,7 +238,7 @@ class MpiHosts:
             for rank, message in self.channel.receive():
                 if isinstance(message, PathFound):
                     waiting.discard(rank)
-                self._take(rank, message, rundir)
+                self._handle(rank, message, rundir)
             if deadline.over or set(self.channel.silent()) & waiting:
                 names = ", ".join(sorted({self.placement.places[rank].host for rank in waiting}))
                 raise HpcrlError(f"no answer from {names} within --launch-timeout {seconds:.0f} s", "is the host up?")

@@ -41,7 +41,7 @@ from hpcrl.plan import Host, hosts_kept, make_plan
 from hpcrl.rollout.prompts.first_rows import look_at
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STATE, WORKING, JobState, process_age, write_state
-from hpcrl.run.process import LATE, MISSING, PARENT, end, run_command
+from hpcrl.run.process import LATE, MISSING, PARENT, end_processes, run_command
 from hpcrl.run.scratch import scratch, sweep
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.shipped_files import shipped
@@ -207,8 +207,8 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     if late := status is None:
         ours = psutil.Process(process.pid)
         rest = ours.children(recursive=True)  # an ssh to a host whose link is cut would outlive it
-        end([ours], 5.0)
-        end(rest, 0.5)
+        end_processes([ours], 5.0)
+        end_processes(rest, 0.5)
         print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
         status = 1 if listener.status is None else listener.status
     until = Deadline(REST)

@@ -107,7 +107,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 def imports(module: str, seconds: float) -> str:
     """Why a module does not import in a separate process, "" if it does."""
     answer = run_command([sys.executable, "-c", f"import importlib; importlib.import_module({module!r})"], seconds)
-    return "" if answer.code == 0 else answer.said
+    return "" if answer.code == 0 else answer.last_output
 
 
 # ---- the other nodes

@@ -116,7 +116,7 @@ def _scontrol(*words: str) -> None:
 def _failure(answer: CommandResult, *words: str) -> HpcrlError:
     """What became of `scontrol WORDS` as an error."""
     hint = "is slurmctld up? see scontrol ping" if answer.code == LATE else ""
-    return HpcrlError(f"scontrol {shlex.join(words)}: {' '.join(answer.err.split()) or answer.said}", hint)
+    return HpcrlError(f"scontrol {shlex.join(words)}: {' '.join(answer.err.split()) or answer.last_output}", hint)
 
 
 def run_directory(root: str) -> dict[str, Any]:

@@ -126,6 +126,6 @@ class ScriptVerdict(NamedTuple):
     """
 
     accepted: bool
-    said: str
+    text: str
     hint: str = ""
     never: bool = False

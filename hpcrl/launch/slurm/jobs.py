@@ -13,12 +13,12 @@ from hpcrl.launch.slurm import node_events, squeue
 from hpcrl.run.queued_job import JobKey, QueueAnswer
 
 
-def look(jobs: Sequence[JobKey]) -> QueueAnswer:
+def query_jobs(jobs: Sequence[JobKey]) -> QueueAnswer:
     """Slurm's word on all these jobs, in one question.
 
     Never an error: where it is missing, slow or fails, a note says so.
     """
-    return node_events.named(squeue.look(jobs))
+    return node_events.named(squeue.query_jobs(jobs))
 
 
 def cancel(job_id: str) -> None:
@@ -31,7 +31,7 @@ def cancel(job_id: str) -> None:
         raise HpcrlError(f"{job_id} is no number of a Slurm job", "see squeue --me")
     answer = squeue.call(["scancel", job_id])
     if answer.code:
-        raise HpcrlError(f"scancel {job_id}: {answer.said}", "see squeue")
+        raise HpcrlError(f"scancel {job_id}: {answer.last_output}", "see squeue")
 
 
 def can_submit() -> bool:

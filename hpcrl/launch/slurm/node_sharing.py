@@ -47,9 +47,9 @@ def refuse_shared_nodes(options: Options, plan: Plan) -> None:
 
 def shared(job: str) -> str | None:
     """Why the nodes of a job do not count as its user's alone; None if they do."""
-    answer = _ask("job", job)
+    answer = _scontrol_show("job", job)
     if answer.code != 0:
-        return f"scontrol show job {job}: {answer.said}"
+        return f"scontrol show job {job}: {answer.last_output}"
     for line in filter(str.strip, answer.out.splitlines()):
         partition = re.search(r"\bPartition=(\S+)", line)
         if not ALONE.search(line) and not (partition and _alone_in(partition[1])):
@@ -58,7 +58,7 @@ def shared(job: str) -> str | None:
     return None
 
 
-def _ask(what: str, name: str) -> CommandResult:
+def _scontrol_show(what: str, name: str) -> CommandResult:
     """What `scontrol show` says; asked again for PATIENCE seconds, since a controller that starts hundreds of nodes is
     busy."""
     deadline = Deadline(PATIENCE)
@@ -71,5 +71,5 @@ def _ask(what: str, name: str) -> CommandResult:
 
 
 def _alone_in(partition: str) -> bool:
-    answer = _ask("partition", partition)
+    answer = _scontrol_show("partition", partition)
     return answer.code == 0 and bool(ALONE_THERE.search(answer.out))

@@ -67,7 +67,7 @@ def responds(seconds: float = SECONDS) -> Iterator[Finding]:
         run_command(["squeue", "--noheader", "--format=%i", "--me"], seconds),
     )
     if answer.code != 0:
-        yield Finding("fail", "", f"squeue: {answer.said}", "is the controller up? see scontrol ping")
+        yield Finding("fail", "", f"squeue: {answer.last_output}", "is the controller up? see scontrol ping")
         return
     yield Finding(
         "ok", "", f"{version.out.strip()}, the controller answers; {count(len(answer.out.split()), 'job')} of yours"
@@ -148,11 +148,14 @@ def _partition_holds(site: SiteProfile, need: Component, name: str, seconds: flo
     if not found:
         hint = f"set {need.name}.partition; there are {_list(seconds)}"
         if name:
-            return [Finding("fail", "", f"{need.name}.partition {name}: {shown.said}", hint)]
+            return [Finding("fail", "", f"{need.name}.partition {name}: {shown.last_output}", hint)]
         if shown.code:
             return [
                 Finding(
-                    "warn", "", f"scontrol does not say what partitions there are: {shown.said}", "see scontrol ping"
+                    "warn",
+                    "",
+                    f"scontrol does not say what partitions there are: {shown.last_output}",
+                    "see scontrol ping",
                 )
             ]
         return [

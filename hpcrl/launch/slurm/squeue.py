@@ -125,7 +125,7 @@ class JobRow(msgspec.Struct, frozen=True):
         return ours and (self.submitted is None or self.submitted <= job.submitted + 60.0 or self.state == "PENDING")
 
     @property
-    def said(self) -> str:
+    def launcher_comment(self) -> str:
         """The launcher's last word, where it could not write it into the run directory."""
         return self.comment.partition(" ")[2] if self.comment.startswith(MARK) else ""
 
@@ -135,7 +135,7 @@ class QueueRows(msgspec.Struct):
 
     found: dict[str, list[JobRow]] = {}
     note: str = ""
-    asked: bool = False  #: whether squeue answered, so that a job that is not there is not in the queue
+    complete: bool = False  #: whether squeue answered, so that a job that is not there is not in the queue
 
 
 def there() -> bool:
@@ -143,10 +143,10 @@ def there() -> bool:
     return shutil.which("squeue") is not None
 
 
-def look(jobs: Sequence[JobKey]) -> QueueAnswer:
+def query_jobs(jobs: Sequence[JobKey]) -> QueueAnswer:
     """Slurm's word on jobs: one squeue for all, and one sacct for those that it has forgotten and that are worth it."""
-    rows = ask(list(dict.fromkeys(job.job_id for job in jobs)))
-    if not rows.asked:
+    rows = query_squeue(list(dict.fromkeys(job.job_id for job in jobs)))
+    if not rows.complete:
         return QueueAnswer(note=rows.note)
     forgotten = [job.job_id for job in jobs if job.history and job.job_id not in rows.found]
     found = rows.found | remembered(forgotten)
@@ -158,7 +158,7 @@ def is_number(job_id: str) -> bool:
     return job_id.isascii() and _ASKED.fullmatch(job_id) is not None
 
 
-def ask(ids: Sequence[str]) -> QueueRows:
+def query_squeue(ids: Sequence[str]) -> QueueRows:
     """The jobs of `ids` that are in Slurm's memory, with one squeue."""
     ids = [i for i in ids if is_number(i)]
     if not ids or not there():
@@ -168,8 +168,8 @@ def ask(ids: Sequence[str]) -> QueueRows:
     if (
         answer.code and "Invalid job id" not in answer.err
     ):  # what one forgotten job gives; of several, squeue leaves it out
-        return QueueRows(note=f"squeue: {answer.said}")
-    return QueueRows(found=_by_job(filter(None, map(_row, answer.out.splitlines())), ids), asked=True)
+        return QueueRows(note=f"squeue: {answer.last_output}")
+    return QueueRows(found=_by_job(filter(None, map(_row, answer.out.splitlines())), ids), complete=True)
 
 
 def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
@@ -211,12 +211,12 @@ def together(rows: Iterable[JobRow]) -> QueuedJob | None:
         )
     outcome, reason = ENDINGS.get(lead.state, ("", ""))
     if lead.state == "FAILED":
-        reason = next((row.said for row in parts if row.said), reason)
+        reason = next((row.launcher_comment for row in parts if row.launcher_comment), reason)
     never = False
     if lead.state == "PENDING":
         reason, never = worst([row.reason for row in parts])
         if lead.start and lead.reason not in NEVER:
-            reason += f"; start expected {_clock(lead.start)}"
+            reason += f"; start expected {time.strftime('%a %H:%M', time.localtime(lead.start))}"
     if lead.state in ("SUSPENDED", "STOPPED"):
         reason = "suspended by Slurm"
     return QueuedJob(
@@ -226,7 +226,7 @@ def together(rows: Iterable[JobRow]) -> QueuedJob | None:
         cause=lead.state in ENDINGS and lead.state not in OWN,
         outcome=outcome,
         never=never,
-        begun=any(row.state != "PENDING" for row in parts),
+        started=any(row.state != "PENDING" for row in parts),
         over=all(row.state in ENDINGS for row in parts),
         ending=lead.state == "COMPLETING",
         start=lead.start,
@@ -284,10 +284,6 @@ def _row(line: str) -> JobRow | None:
 
 def _time(text: str) -> float | None:
     return float(text) if text.isdigit() and int(text) > 0 else None
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%a %H:%M", time.localtime(at))
 
 
 def _by_job(rows: Iterable[JobRow], ids: Sequence[str]) -> dict[str, list[JobRow]]:

@@ -81,7 +81,7 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
                 f"HPCRL_STEP_{index} starts {words[-1]}, which is not here",
                 "submit the script from the directory that holds it, or print it again with hpcrl submit --print",
             )
-        found.append(_held(HetGroup(tuple(nodes), slots, words)))
+        found.append(_trimmed_group(HetGroup(tuple(nodes), slots, words)))
     spares, first = int(environment.get("HPCRL_SPARES", "0")), found[0]
     if not 0 <= spares < len(first.nodes):
         raise UsageError(
@@ -93,7 +93,7 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
     )
 
 
-def _held(group: HetGroup) -> HetGroup:
+def _trimmed_group(group: HetGroup) -> HetGroup:
     """The component on as many nodes as its srun asks for: an allocation may have more, which its user has for other
     things."""
     counts = [int(found[1]) for word in group.step if (found := re.fullmatch(r"--nodes=(\d+)", word))]

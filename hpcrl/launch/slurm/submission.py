@@ -22,13 +22,13 @@ from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
 from hpcrl.launch.allocation_request import FLOOR, AllocationRequest, make_request
 from hpcrl.launch.broken_hosts import broken_hosts
-from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job
+from hpcrl.launch.job import RunJob, begin_job, directory_of, hold_run, reopen_job
 from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.restarts import later_jobs, margin
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.site_file import from_flags, saved_site
 from hpcrl.launch.slurm.job_script import Submission
-from hpcrl.launch.slurm.jobs import can_submit, cancel, look
+from hpcrl.launch.slurm.jobs import can_submit, cancel, query_jobs
 from hpcrl.launch.slurm.partitions import judge_request
 from hpcrl.launch.slurm.submit import SCRIPT, send
 from hpcrl.launch.stop_signals import HeldSignals
@@ -164,7 +164,7 @@ def submit_again(
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     submission = Submission(job, stages, make_request(stages, site, int(measured)), site)
     with contextlib.ExitStack() as until_submitted:
-        with held(job.root):
+        with hold_run(job.root):
             until_submitted.enter_context(switched_code(root, live))
         return submission, _send(submission, chain)
 
@@ -193,7 +193,7 @@ def _check_gone(root: Path, record: JobFile) -> None:
         for name in (record.job_id, *later_jobs(record))
         if name  # it has none if it was never submitted
     ]
-    words = look(keys).jobs
+    words = query_jobs(keys).jobs
     for key in keys:
         word = words.get(key)
         if word and word.phase in ("pending", "running"):

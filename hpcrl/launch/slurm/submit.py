@@ -57,7 +57,7 @@ def render(script: BatchScript, request: AllocationRequest, site: SiteProfile) -
     _refuse_inherited(request, site)
     template = environment.from_string(read_given(shipped("sbatch/job.sbatch.j2")))
     names = {
-        "title": _one_line(script.title),
+        "title": strip_control(" ".join(script.title.split())),
         "summary": strip_control(script.summary, lines=True),
         "components": [_component(script, request, site, index) for index in range(len(request.components))],
         "setup": site.setup,
@@ -73,10 +73,6 @@ def render(script: BatchScript, request: AllocationRequest, site: SiteProfile) -
         "command": script.command,
     }
     return template.render(names)
-
-
-def _one_line(text: str) -> str:
-    return strip_control(" ".join(text.split()))
 
 
 def _one_word(value: Any) -> str:
@@ -335,5 +331,5 @@ def send_script(file: Path) -> str:
     """Submit a script as it is; the job's number."""
     answer = run_command(["sbatch", "--parsable", str(file)], SECONDS, env=_outside_of_jobs())
     if answer.code:
-        raise _refused(answer.err or answer.said)
+        raise _refused(answer.err or answer.last_output)
     return answer.out.strip().partition(";")[0]

@@ -48,7 +48,7 @@ def convert_adapter(source: Path, output: Path, origin: Path, force: bool = Fals
     config = read_config(origin, "--origin-hf-dir")
     tensors = find_family(config, origin).tensors(config)
     stored = TorchDist(source)
-    shapes = Shapes.of(find_family(config, origin).transformer(config), config["vocab_size"], 1)
+    shapes = Shapes.from_config(find_family(config, origin).transformer(config), config["vocab_size"], 1)
     matrices = [matrix for matrix in adapted(tensors, settings) if f"{matrix.prefix}lora_B" in stored.all]
     found: dict[str, torch.Tensor] = {}
     for matrix in matrices:

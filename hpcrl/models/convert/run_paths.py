@@ -22,7 +22,9 @@ def run_places(root: Path) -> tuple[Path, Path | None, Path]:
     """
     if not is_run(root):
         raise UsageError(f"{root} is not a run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
-    stages = sorted((path.parent for path in [*root.glob("options.json"), *root.glob("*/options.json")]), key=_begun)
+    stages = sorted(
+        (path.parent for path in [*root.glob("options.json"), *root.glob("*/options.json")]), key=_start_time
+    )
     for stage in reversed(stages):
         options = read_options(RunDir.latest(stage))
         saved = Path(options.save) if options.save else RunDir(stage).checkpoints
@@ -31,5 +33,5 @@ def run_places(root: Path) -> tuple[Path, Path | None, Path]:
     raise UsageError(f"{root} holds no checkpoint yet", "hpcrl status says how far it is")
 
 
-def _begun(stage: Path) -> float:
+def _start_time(stage: Path) -> float:
     return (stage / "options.json").stat().st_mtime

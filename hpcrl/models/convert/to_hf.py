@@ -174,7 +174,7 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
     jobs = []
     used = set()
     written = set()
-    heads = _heads(stored)
+    heads = len({found[1] for key in stored.tensors if (found := _HEAD.match(key))})
     rules = family.tensors(config, heads)
     for name, rule in rules:
         place = _place(stored, name)
@@ -250,11 +250,6 @@ def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
     return None
 
 
-def _heads(stored: TorchDist) -> int:
-    """Layers behind the last one that the checkpoint holds."""
-    return len({found[1] for key in stored.tensors if (found := _HEAD.match(key))})
-
-
 def _check_rows(stored: TorchDist, key: str, rule: Rule, shape: tuple[int, ...], s: Shapes) -> None:
     if rule.kind == "vocab" and shape[0] < s.vocab:
         raise DataError(f"{stored.path}: {key} has {shape[0]} rows, config.json asks for vocab_size {s.vocab}")
@@ -272,7 +267,7 @@ def _check_counts(stored: TorchDist, config: Config) -> None:
 
 def _shapes(config: Config, family: Family) -> Shapes:
     """As of one tensor-parallel rank: what is stored describes the whole model."""
-    return Shapes.of(family.transformer(config), config["vocab_size"], 1)
+    return Shapes.from_config(family.transformer(config), config["vocab_size"], 1)
 
 
 def _missing(files: SafetensorsDirectory, jobs: list[Conversion], config: Config) -> list[Conversion]:

@@ -155,9 +155,9 @@ class SafetensorsDirectory:
         Raises:
             DataError: names the file.
         """
-        return self._take(name, lambda file: file.get_tensor(name))
+        return self._read_with(name, lambda file: file.get_tensor(name))
 
-    def _take(self, name: str, take: Callable[[Any], Any]) -> Any:
+    def _read_with(self, name: str, take: Callable[[Any], Any]) -> Any:
         """What `take` reads of the file of tensor `name`, in memory of its own."""
         path = self.directory / self.where[name]
         key = f"{path.name} read"

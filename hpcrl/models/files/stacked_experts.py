@@ -88,7 +88,7 @@ class ExpertsApart(SafetensorsDirectory):
             rows = whole.get_shape()[1] // parts
             return whole[expert, part * rows : (part + 1) * rows]
 
-        return self._take(name, cut)
+        return self._read_with(name, cut)
 
 
 def put(stack: torch.Tensor, name: str, tensor: torch.Tensor) -> None:

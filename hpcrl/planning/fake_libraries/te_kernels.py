@@ -31,7 +31,7 @@ class Split:
     fused: bool
 
     @classmethod
-    def of(cls, layer: Any) -> Split:
+    def of_layer(cls, layer: Any) -> Split:
         """That of a layer."""
         group = layer.tp_group if layer.tp_size > 1 else None
         return cls(

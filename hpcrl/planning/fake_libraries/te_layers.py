@@ -162,7 +162,7 @@ class Linear(_Matrices):
         self.save_original_input = save_original_input
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
-        out = kernels.Gemm.apply(inp, self.weight, kernels.Split.of(self))
+        out = kernels.Gemm.apply(inp, self.weight, kernels.Split.of_layer(self))
         if not self.use_bias:
             return out
         return (out, self.bias) if self.return_bias else out + self.bias

@@ -169,14 +169,14 @@ def sequence_bytes(options: Options, family: Family, config: Config) -> float:
     keys = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
     values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
     plain = "bfloat16" if options.bf16 else "float32"
-    cached = _said(options, "mamba_cache_dtype") or plain
-    state = _said(options, "mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype") or cached
+    cached = _dtype_setting(options, "mamba_cache_dtype") or plain
+    state = _dtype_setting(options, "mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype") or cached
     rows = (fields["linear_conv_kernel_dim"] - 1) * (2 * keys + values) * _width(cached)
     whole = rows + values * fields["linear_key_head_dim"] * _width(str(state))
     return layers * whole / options.engine_tensor_parallel_size
 
 
-def _said(options: Options, name: str) -> str | None:
+def _dtype_setting(options: Options, name: str) -> str | None:
     """A dtype among vLLM's settings; None for its "auto"."""
     given = options.vllm.get(name)
     return None if given in (None, "auto") else str(given)

@@ -48,7 +48,7 @@ class Layout:
     lora: LoraSettings | None = None
 
     @classmethod
-    def of(cls, options: Options, layers: int) -> Layout:
+    def from_options(cls, options: Options, layers: int) -> Layout:
         """The layout that the options ask for."""
         tp = options.tensor_model_parallel_size
         pp = options.pipeline_model_parallel_size

@@ -89,7 +89,7 @@ class MemoryTerms:
 
 def fullest_rank(options: Options, family: Family, config: Config) -> MemoryTerms:
     """The terms of a rank on the pipeline stage that takes most."""
-    layout = Layout.of(options, family.transformer(config)["num_layers"])
+    layout = Layout.from_options(options, family.transformer(config)["num_layers"])
     return max(
         (rank_on(options, family, config, layout, stage) for stage in range(layout.pp)), key=lambda terms: terms.total
     )
@@ -97,7 +97,7 @@ def fullest_rank(options: Options, family: Family, config: Config) -> MemoryTerm
 
 def most_resumed(options: Options, family: Family, config: Config) -> float:
     """Bytes of a rank whose run resumes, on the stage where that is most: another one, perhaps, than the fullest."""
-    layout = Layout.of(options, family.transformer(config)["num_layers"])
+    layout = Layout.from_options(options, family.transformer(config)["num_layers"])
     return max(rank_on(options, family, config, layout, stage).resumed for stage in range(layout.pp))
 
 

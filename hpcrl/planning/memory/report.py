@@ -39,8 +39,8 @@ def memory_lines(
         mine = {"weights": trainer.adapter, **{name: trainer.gpu[name] for name in ("gradients", "optimizer")}}
         number = adapter_parameters(options, family, config) / 1e6
         yield f"    of it the adapter: {_sum(mine)}; {number:,.0f} million parameters on all ranks"
-    yield f"    for a time: {_each({name: size for name, size in trainer.gpu.items() if name not in STATE})}"
-    yield f"    by phase: {_each(trainer.phases)}"
+    yield f"    for a time: {_list_terms({name: size for name, size in trainer.gpu.items() if name not in STATE})}"
+    yield f"    by phase: {_list_terms(trainer.phases)}"
     if engine:
         yield f"  GPU of an engine: {_sum(engine.gpu)}"
         if (mine := share(options, family, config, gpu * GIB)) < (own := utilization(options)):
@@ -50,7 +50,7 @@ def memory_lines(
             )
         yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} samples of full length at once"
     if engine and options.takes_turns:
-        yield f"  of both on one GPU while {_each(turns(options, trainer, engine))}"
+        yield f"  of both on one GPU while {_list_terms(turns(options, trainer, engine))}"
     taken = on_host(options, trainer, engine)
     yield f"  host, for {options.actor_num_gpus_per_node} ranks: {_sum(taken)}"
     if (resumed := most_resumed(options, family, config)) > gpu * GIB and options.bf16:
@@ -86,7 +86,7 @@ def _sum(terms: Mapping[str, float]) -> str:
     return f"{sum(terms.values()) / GIB:.1f} = {parts}" if parts else f"{sum(terms.values()) / GIB:.1f}"
 
 
-def _each(terms: Mapping[str, float]) -> str:
+def _list_terms(terms: Mapping[str, float]) -> str:
     return ", ".join(f"{name}: {value / GIB:.1f}" for name, value in terms.items())
 
 

@@ -125,7 +125,7 @@ def _bytes(options: Options, family: Family, config: Config) -> int:
     names = set[str]()
     total = 0
     for rule in _sent(options, family, config):
-        for name, (shape, _) in zip(rule.hf, held.of(rule), strict=True):
+        for name, (shape, _) in zip(rule.hf, held.parts_of(rule), strict=True):
             if name not in names:
                 total += prod(shape) * _item(options, config, rule, name)
             names.add(name)
@@ -150,7 +150,7 @@ def in_pieces(
     needed = _Needed(options, fields, len(plan.engines))
     parts: dict[str, list[tuple[Shape, Pattern]]] = {}
     for rule in rules:
-        for name, found in zip(rule.hf, held.of(rule), strict=True):
+        for name, found in zip(rule.hf, held.parts_of(rule), strict=True):
             parts.setdefault(name, []).append(found)
     numbers: dict[int, int] = {}  # id of a pattern that is kept in a cache -> its number
 
@@ -168,7 +168,9 @@ def in_pieces(
                 mine = layouts.pattern(merged([*first, *(part for _, more in copies for part in more)]))
             else:
                 mine = number(first)
-            layouts.add(name, shape, _item(options, config, rule, name), mine, number(needed.of(rule, which, shape)))
+            layouts.add(
+                name, shape, _item(options, config, rule, name), mine, number(needed.parts_of(rule, which, shape))
+            )
     hosts = [place.host for place in plan.trainers]
     through_ranks = backend == IPC
     limit = round_bytes(options.update_weight_buffer_size, hosts, through_ranks)
@@ -215,7 +217,7 @@ class _Held:
     def __init__(self, options: Options, config: Config, fields: Mapping[str, Any]) -> None:
         self.fields = fields
         self.vocab = config["vocab_size"]
-        self.layout = layout = Layout.of(options, fields["num_layers"])
+        self.layout = layout = Layout.from_options(options, fields["num_layers"])
         self.stage = {
             number: stage
             for stage in range(layout.pp)
@@ -237,7 +239,7 @@ class _Held:
             )
         self.found: dict[tuple[Any, ...], list[tuple[Shape, Pattern]]] = {}
 
-    def of(self, rule: Rule) -> list[tuple[Shape, Pattern]]:
+    def parts_of(self, rule: Rule) -> list[tuple[Shape, Pattern]]:
         """(shape, parts) of each of its tensors; the same object for the same parts."""
         shape = part_shape(rule, self.fields, self.vocab, self.layout.tp, self.layout.etp)
         layer = _LAYER.match(rule.megatron)
@@ -249,7 +251,7 @@ class _Held:
         key = (rule.kind, shape, home)
         if key not in self.found:
             grid, parts = (self.dense, self.layout.tp) if rule.expert is None else (self.sparse, self.layout.etp)
-            shapes = Shapes.of(self.fields, self.vocab, parts)
+            shapes = Shapes.from_config(self.fields, self.vocab, parts)
             copies = [tuple(grid[(*home, number)]) for number in range(parts)]
             self.found[key] = held_parts(rule.kind, shape, shapes, copies)
         return self.found[key]
@@ -275,7 +277,7 @@ class _Needed:
         self.spread = bool(told.get("enable_expert_parallel")) and self.experts % self.size == 0
         self.found: dict[tuple[Any, ...], Pattern] = {}
 
-    def of(self, rule: Rule, which: int, shape: Shape) -> Pattern:
+    def parts_of(self, rule: Rule, which: int, shape: Shape) -> Pattern:
         """The parts of its tensor `which`; the same object for the same parts."""
         owner = rule.expert // (self.experts // self.size) if rule.expert is not None and self.spread else None
         repeated = rule.kind in ("qkv", "gated_qkv") and which > 0

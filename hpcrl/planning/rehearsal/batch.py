@@ -64,13 +64,13 @@ def share_of(options: Options, config: Config, lengths: list[list[int]], dp_rank
     ranks = options.data_parallel_size
     each = options.n_samples_per_prompt
     of_all = [_sample(options, config, length, number, each) for number, length in enumerate(flat * ranks)]
-    batch = SampleBatch.of(of_all)
+    batch = SampleBatch.from_samples(of_all)
     rows = range(dp_rank * len(flat), (dp_rank + 1) * len(flat))
     local = iter(range(len(flat)))
     micro = [[next(local) for _ in each_one] for each_one in lengths]
     trained = int(batch.loss_mask.sum(dtype=np.int64))
     own = np.asarray(rows, np.int32)
-    return Share(0, 0, batch.take(list(rows)), [micro], [len(of_all)], [trained], table=batch.rows, own=own)
+    return Share(0, 0, batch.select(list(rows)), [micro], [len(of_all)], [trained], table=batch.rows, own=own)
 
 
 def _sample(options: Options, config: Config, length: int, number: int, each: int) -> Sample:

@@ -144,12 +144,12 @@ def _unlike(one: int, calls: Sequence[GroupCall], two: int, others: Sequence[Gro
         if a is None or b is None or _shape(a, one, two, sizes) != _shape(b, one, two, sizes):
             return (
                 f"ranks {one} and {two} are of one pipeline stage and differ at their collective {number}: "
-                f"{_said(one, a)}, {_said(two, b)}"
+                f"{_describe_call(one, a)}, {_describe_call(two, b)}"
             )
     return ""
 
 
-def _said(rank: int, call: GroupCall | None) -> str:
+def _describe_call(rank: int, call: GroupCall | None) -> str:
     return f"rank {rank} has none left" if call is None else f"rank {rank} asks for {call} ({call.phase})"
 
 
@@ -191,7 +191,8 @@ def _unsent(
     got = [call for call in receives if call.what in RECEIVES and call.peer == source]
     for number, (a, b) in enumerate(zip_longest(sent, got), 1):
         if a is None or b is None or a.bytes != b.bytes:
-            return f"message {number} from rank {sender} to rank {receiver}: {_said(sender, a)}, {_said(receiver, b)}"
+            calls = f"{_describe_call(sender, a)}, {_describe_call(receiver, b)}"
+            return f"message {number} from rank {sender} to rank {receiver}: {calls}"
     return ""
 
 

@@ -267,7 +267,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         found = self._shaped(func, args, kwargs)
         if owner.live is not None:
-            owner.live.look(args, kwargs, found)
+            owner.live.count_operation(args, kwargs, found)
         return found
 
     def _shaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

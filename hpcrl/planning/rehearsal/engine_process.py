@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     except ImportError as error:
         report = EngineReport(absent=str(error))
     except Exception as error:  # noqa: BLE001  (told to the user)
-        what, hint = told(error, options)
+        what, hint = explain_error(error, options)
         report = EngineReport(error=what, hint=hint)
     (directory / "engine.json").write_bytes(msgspec.json.encode(report))
     return 0
@@ -105,7 +105,7 @@ def settings(options: Options, known: set[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in known}
 
 
-def told(error: Exception, options: Options) -> tuple[str, str]:
+def explain_error(error: Exception, options: Options) -> tuple[str, str]:
     """(what vLLM says without pydantic's words around it, the flags that it is about)"""
     text = " ".join(str(error).split())
     own = SAID.search(text)

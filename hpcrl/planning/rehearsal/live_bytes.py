@@ -7,7 +7,7 @@
     live.now
 
 Storages count once, whatever views there are of them; those of parameters that are replaced by hand count too, since
-every tensor of the device comes from an operation that its mode sees and hands to `look`.
+every tensor of the device comes from an operation that its mode sees and hands to `count_operation`.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class DeviceBytes:
     def __exit__(self, *error: Any) -> None:
         self._device.live = None
 
-    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> None:
+    def count_operation(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> None:
         """Count what an operation took and gave."""
-        self._look(args)
+        self._count_values(args)
         if kwargs:
-            self._look(kwargs.values())
-        self._look((found,))
+            self._count_values(kwargs.values())
+        self._count_values((found,))
 
-    def _look(self, values: Any) -> None:
+    def _count_values(self, values: Any) -> None:
         for value in values:
             if type(value) is FakeTensor:
                 self._count(value.untyped_storage(), value.fake_device.type == "cpu")
             elif isinstance(value, (list, tuple)):
-                self._look(value)
+                self._count_values(value)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

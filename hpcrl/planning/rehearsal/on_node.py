@@ -69,11 +69,11 @@ def _run(command: Sequence[str]) -> int:
         except TimeoutExpired:
             raise HpcrlError(f"--on-node: no end within {(QUEUED + TAKES) / 3600:.0f} hours", "see the queue") from None
         finally:
-            _end(process)
+            _end_command(process)
     return code if code >= 0 else 128 - code
 
 
-def _end(process: Popen[bytes]) -> None:
+def _end_command(process: Popen[bytes]) -> None:
     """Have the command end its job or step, and itself."""
     if process.poll() is not None:
         return

@@ -186,7 +186,8 @@ def others_answer(device: FakeDevice, policy: Any, share: Share, others: Any) ->
     """Within, `share` can be trained on: what is read of other ranks is what they would say."""
     steps = OtherRanks(share.step_tokens * (1 + (others.critic is not None)))
     device.answers["step/sums.py", "_over_data"] = steps.sums
-    device.answers["p2p_communication.py", "_communicate_shapes"] = partial(_sent, _shape(policy, share))
+    shape = _shape(policy, share)
+    device.answers["p2p_communication.py", "_communicate_shapes"] = lambda _frame, _sizes: shape
     stock = dist.broadcast
 
     def broadcast(tensor: torch.Tensor, src: int, *args: Any, **more: Any) -> Any:
@@ -196,10 +197,6 @@ def others_answer(device: FakeDevice, policy: Any, share: Share, others: Any) ->
 
     with mock.patch.object(dist, "broadcast", broadcast):
         yield
-
-
-def _sent(shape: list[int], _: FrameType, sizes: torch.Tensor) -> list[int]:
-    return shape
 
 
 def _shape(policy: Any, share: Share) -> list[int]:

@@ -23,7 +23,7 @@ def stages(options: Options) -> dict[int, int]:
 
 def like(options: Options, family: Family, config: Config) -> list[int]:
     """Of each pipeline stage the first one that holds the same; the first and the last stage are like no other."""
-    layout = Layout.of(options, family.transformer(config)["num_layers"])
+    layout = Layout.from_options(options, family.transformer(config)["num_layers"])
     met: dict[tuple[float, float], int] = {}
     found = []
     for stage in range(layout.pp):

@@ -41,7 +41,7 @@ def asking_engine(options: Options) -> Iterator[Callable[[], EngineReport]]:
         process = _start("engine_process", directory)
 
         def answer() -> EngineReport:
-            said = _end(process, Deadline(AN_ENGINE))
+            said = _end_rank(process, Deadline(AN_ENGINE))
             if not (directory / "engine.json").exists():
                 return EngineReport(error=f"vLLM's process died: {' '.join(said.split())[-LAST_WORDS:]}")
             return read_json(directory / "engine.json", EngineReport)
@@ -63,7 +63,7 @@ def run_ranks(options: Options, ranks: Sequence[int], at_once: int) -> list[Rank
         (directory / "options.json").write_text(options.model_dump_json())
         process = _start("process", directory, [at_once, *ranks])
         try:
-            said = _end(process, Deadline(A_RANK * math.ceil(len(ranks) / at_once)))
+            said = _end_rank(process, Deadline(A_RANK * math.ceil(len(ranks) / at_once)))
         finally:
             _kill(process)
         return [_read(directory, rank, said) for rank in ranks]
@@ -82,7 +82,7 @@ def _start(module: str, directory: Path, numbers: Sequence[int] = ()) -> Popen[b
     return Popen(command, env=environment, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, start_new_session=True)
 
 
-def _end(process: Popen[bytes], deadline: Deadline) -> str:
+def _end_rank(process: Popen[bytes], deadline: Deadline) -> str:
     """What it has said on stderr."""
     try:
         _, said = process.communicate(timeout=deadline.left)

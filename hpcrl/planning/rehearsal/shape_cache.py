@@ -56,17 +56,17 @@ class ShapeCache:
             return [self._fake(each, device) for each in found]
         key = _key(args) if not kwargs else _key((*args, *sorted(kwargs.items())))
         if key is None:
-            return self._ask(func, args, kwargs)
+            return self._compute(func, args, kwargs)
         key = (id(func), key)  # operations are never freed
         if key in self._known:
             return self._again(self._known[key], args)
-        found = self._ask(func, args, kwargs)
-        made = _made(found, args)
+        found = self._compute(func, args, kwargs)
+        made = _recipe_of(found, args)
         if made is not NotImplemented:
             self._known[key] = made
         return found
 
-    def _ask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._mode:
             return func(*args, **kwargs)
 
@@ -113,12 +113,12 @@ def _key(values: Any) -> Any:
     return tuple(found)
 
 
-def _made(found: Any, args: tuple[Any, ...]) -> Any:
+def _recipe_of(found: Any, args: tuple[Any, ...]) -> Any:
     """How a result is made again; NotImplemented where it cannot be."""
     if found is None:
         return None
     if isinstance(found, tuple):
-        parts = [_made(each, args) for each in found]
+        parts = [_recipe_of(each, args) for each in found]
         return NotImplemented if any(part is NotImplemented for part in parts) else parts
     if not isinstance(found, FakeTensor):
         return NotImplemented

@@ -44,7 +44,7 @@ def _of_last(stage: StageFiles) -> Rows:
             if places:
                 hosts = [place.host for place in places]
                 rows.append((f"hosts of {role}", visible(_short(hosts))))
-    if (begun := stage.begun) is not None:
+    if (begun := stage.trainer_record) is not None:
         rows += [("device", visible(begun.device or "CPU"))]
         if begun.versions:
             rows.append(("versions", visible(", ".join(f"{name} {v}" for name, v in begun.versions.items()))))

@@ -84,14 +84,14 @@ class _Parser:
             return f"\\{found[1]}"
         return self.text[self.at : self.at + (2 if self.text.startswith("\\", self.at) else 1)]
 
-    def take(self, sign: str) -> bool:
+    def accept(self, sign: str) -> bool:
         if self.peek() != sign:
             return False
         self.at += len(sign)
         return True
 
     def need(self, sign: str) -> None:
-        if not self.take(sign):
+        if not self.accept(sign):
             raise Unknown(f"no {sign}")
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
@@ -116,7 +116,7 @@ class _Parser:
             self.count()
             sign = self.peek()
             if sign in ("*", "\\cdot", "\\times", "/", "\\div"):
-                self.take(sign)
+                self.accept(sign)
                 tree = ("/" if sign in ("/", "\\div") else "*", tree, self.factor())
             elif self._begins_atom(sign):
                 if sign.isdigit() and self.text[: self.at].rstrip(" ")[-1:].isdigit():
@@ -244,7 +244,7 @@ class _Parser:
     def command(self, name: str) -> Tree:
         if letter := self.match(_LETTER_TEXT):
             return self.symbol(letter[1])
-        self.take(f"\\{name}")
+        self.accept(f"\\{name}")
         if name == "pi":
             return ("pi",)
         if name in GREEK:

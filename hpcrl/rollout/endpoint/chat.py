@@ -99,7 +99,7 @@ def begin_chat(tokenizer: Tokenizer, messages: Messages, tools: Messages | None,
         ValueError: with the template's words.
     """
     shown = for_template(messages, call_form(tokenizer))
-    return Dialogue(Trajectory(opening(tokenizer, shown, tools).tolist(), version), tools=spelled(tools))
+    return Dialogue(Trajectory(opening(tokenizer, shown, tools).tolist(), version), tools=render_tools(tools))
 
 
 def new_tokens(tokenizer: Tokenizer, dialogue: Dialogue, messages: Messages, tools: Messages | None) -> list[int]:
@@ -150,7 +150,7 @@ def _shown_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     return {"type": "function"} | call | {"function": function}
 
 
-def spelled(tools: Any) -> str:
+def render_tools(tools: Any) -> str:
     """Tools in one spelling, "" for none."""
     return json.dumps(tools, sort_keys=True) if tools else ""
 

@@ -57,7 +57,7 @@ async def generate(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     params, shown = _split(given.get("sampling_params"))
     meta = {"id": secrets.token_hex(8), "prompt_tokens": len(tokens), "cached_tokens": 0}
     try:
-        turn = await _asked(session, tokens, params)
+        turn = await _sample_turn(session, tokens, params)
     except BadRequest as error:
         if error.code != ENDED:
             raise
@@ -83,7 +83,7 @@ async def inference(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     params, _ = _split(words)
     choice: dict[str, Any] = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort"}
     try:
-        turn = await _asked(session, given.get("token_ids"), params)
+        turn = await _sample_turn(session, given.get("token_ids"), params)
     except BadRequest as error:
         if error.code != ENDED:
             raise
@@ -103,9 +103,9 @@ def _check_list(tokens: Any) -> None:
         raise BadRequest("the prompt is not one list of token ids: ask once for each")
 
 
-async def _asked(session: Session, tokens: Any, params: Mapping[str, Any]) -> Turn:
+async def _sample_turn(session: Session, tokens: Any, params: Mapping[str, Any]) -> Turn:
     _check_list(tokens)
-    return await session.ask(tokens, params, logprobs=True)
+    return await session.sample_turn(tokens, params, logprobs=True)
 
 
 def _version(session: Session, turn: Turn) -> str:
@@ -148,7 +148,7 @@ def _text(session: Session, turn: Turn, params: Mapping[str, Any], shown: Mappin
     """A turn's text; `no_stop_trim` leaves what ended it in."""
     tokenizer = session.tokenizer
     if shown["no_stop_trim"]:
-        return tokenizer.spelled(turn.tokens, shown["skip_special_tokens"])
+        return tokenizer.decode_text(turn.tokens, shown["skip_special_tokens"])
     text = session.text(turn.tokens, shown["skip_special_tokens"])
     stops = params.get("stop") or session.making.sampling.stop
     at = [text.find(stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in text]

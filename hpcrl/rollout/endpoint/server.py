@@ -210,7 +210,7 @@ async def _tokens(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     params = body.get("sampling_params") or {}
     if not isinstance(tokens, list) or not isinstance(params, dict):
         raise BadRequest("tokens is not a list, or sampling_params no object")
-    turn = await session.ask(tokens, params)
+    turn = await session.sample_turn(tokens, params)
     columns = {name: getattr(turn, name).tolist() for name in ("tokens", "logprobs", "versions")}
     return columns | {"finish_reason": turn.finish, "text": turn.text}
 

@@ -90,10 +90,10 @@ class Session:
     ended: bool = False
     in_flight: int = 0
     requests: int = 0
-    _asked: Counter[bytes] = field(default_factory=Counter)
+    _requests: Counter[bytes] = field(default_factory=Counter)
     _numbers: list[int] = field(default_factory=list)
 
-    async def ask(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
+    async def sample_turn(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
         """The policy's turn after `tokens`, in at most params["max_new_tokens"] tokens, ended by params["stop"] too.
 
         Args:
@@ -116,8 +116,8 @@ class Session:
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
         seed = None
         if sampling.temperature > 0:
-            seed = seed_of(*self.making.seed, digest.hex(), self._asked[digest])
-        self._asked[digest] += 1
+            seed = seed_of(*self.making.seed, digest.hex(), self._requests[digest])
+        self._requests[digest] += 1
         number = self.requests
         self.in_flight, self.requests = self.in_flight + 1, number + 1
         try:

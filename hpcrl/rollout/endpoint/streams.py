@@ -40,7 +40,7 @@ async def stream(
     response: web.StreamResponse | None = None
     try:
         while not (await asyncio.wait({task}, timeout=FIRST if response is None else PAUSE))[0]:
-            response = response or await _begun(request)
+            response = response or await _start_stream(request)
             await _send(response, COMMENT)
         try:
             pieces = list(events(task.result()))
@@ -49,7 +49,7 @@ async def stream(
             if response is None or said is None:
                 raise
             pieces = [said]
-        response = response or await _begun(request)
+        response = response or await _start_stream(request)
         await _send(response, b"".join(pieces))
     except _ClientGone:
         return response or web.Response(status=408)
@@ -63,7 +63,7 @@ class _ClientGone(Exception):
     """The client has left, or takes nothing."""
 
 
-async def _begun(request: web.Request) -> web.StreamResponse:
+async def _start_stream(request: web.Request) -> web.StreamResponse:
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)

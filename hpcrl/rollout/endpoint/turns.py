@@ -63,7 +63,7 @@ def place(session: Session, asked: ChatRequest) -> tuple[Dialogue, list[int], li
     tokenizer, messages, tools = session.tokenizer, asked.messages, asked.tools
     try:
         forms = [chat.normal(message) for message in messages]
-        found = chat.find_chat(session.dialogues, forms, chat.spelled(tools))
+        found = chat.find_chat(session.dialogues, forms, chat.render_tools(tools))
         dialogue = found or chat.begin_chat(tokenizer, messages, tools, session.making.version)
         return dialogue, chat.new_tokens(tokenizer, dialogue, messages, tools), forms
     except ValueError as error:
@@ -125,15 +125,15 @@ async def take_turn(
             used = f"the {session.making.room} tokens of --rollout-max-response-len are used up"
             raise BadRequest(f"{FULL_WORDS} reached: {used}", FULL)
         most = min(room, params.get("max_new_tokens", room))
-        turn = await session.ask([*trajectory.tokens, *told], params | {"max_new_tokens": most}, logprobs)
+        turn = await session.sample_turn([*trajectory.tokens, *told], params | {"max_new_tokens": most}, logprobs)
     except BadRequest as error:
         if error.code == FULL:
             trajectory.finish = LENGTH
         raise
     finally:
         dialogue.busy = False
-    trajectory.told(told)
-    trajectory.said(turn)
+    trajectory.add_observed(told)
+    trajectory.add_sampled(turn)
     if not known:
         session.dialogues.append(dialogue)
     return turn

@@ -1,7 +1,7 @@
 """What share of the tokens that engines drafted was accepted while a rollout was made, by the engines' own counters.
 
     drafts = AcceptedDrafts(pool, options)
-    await drafts.begin()
+    await drafts.start_rollout()
     ...                                     # a rollout is made
     await drafts.measures()                 # rollout/spec_accept_rate, rollout/spec_accept_length
 
@@ -33,14 +33,14 @@ class DraftCounts(NamedTuple):
 
 
 class AcceptedDrafts:
-    """The counters of a pool's engines, from `begin` on."""
+    """The counters of a pool's engines, from `start_rollout` on."""
 
     def __init__(self, pool: EnginePool, options: Options) -> None:
         self._pool = pool
         self._drafting = bool(options.vllm.get("speculative_config"))
         self._before: dict[int, DraftCounts] = {}
 
-    async def begin(self) -> None:
+    async def start_rollout(self) -> None:
         """A rollout begins."""
         self._before = await self._read()
 
@@ -61,11 +61,11 @@ class AcceptedDrafts:
         if not self._drafting:
             return {}
         engines = list(self._pool.engines)
-        found = await asyncio.gather(*map(_ask, engines))
+        found = await asyncio.gather(*map(_read_metrics, engines))
         return {engine.number: counts for engine, counts in zip(engines, found, strict=True) if counts is not None}
 
 
-async def _ask(engine: PooledEngine) -> DraftCounts | None:
+async def _read_metrics(engine: PooledEngine) -> DraftCounts | None:
     text = await metrics_text(engine)
     return None if text is None else counts_in(text)
 

@@ -237,7 +237,7 @@ class PromptRequest:
 
     prompt: np.ndarray
     sampling: Sampling
-    begun: int
+    partial_tokens: int
     max_tokens: int
     exact: bool
     version: int
@@ -252,7 +252,7 @@ class PromptRequest:
         return PromptRequest(
             self.prompt,
             self.sampling,
-            self.begun,
+            self.partial_tokens,
             self.max_tokens,
             self.exact,
             self.version,

@@ -93,11 +93,11 @@ def parse(text: str) -> EngineMetrics | None:
 async def read_metrics(pool: EnginePool) -> list[EngineMetrics]:
     """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong
     there."""
-    found = await asyncio.gather(*(_ask(engine) for engine in pool.engines))
+    found = await asyncio.gather(*(_read_metrics(engine) for engine in pool.engines))
     return [reading for reading in found if reading is not None]
 
 
-async def _ask(engine: PooledEngine) -> EngineMetrics | None:
+async def _read_metrics(engine: PooledEngine) -> EngineMetrics | None:
     text = await metrics_text(engine)
     return None if text is None else parse(text)
 

@@ -91,7 +91,9 @@ class Dispatcher:
             request.calls = request.open()
             try:
                 while request.calls:
-                    found = self._pool.take(len(request.calls), self._queued + len(request.calls), request.affinity)
+                    found = self._pool.assign_engine(
+                        len(request.calls), self._queued + len(request.calls), request.affinity
+                    )
                     if found is None:
                         self._put_back(request)
                         return
@@ -144,7 +146,7 @@ class Dispatcher:
         )
         try:
             async with asyncio.timeout(limit):
-                await sampling_route.ask(engine, request, wanted, self._deliver)
+                await sampling_route.request_samples(engine, request, wanted, self._deliver)
         except PassingTrouble as error:
             return str(error)
         except aiohttp.ClientError as error:
@@ -203,11 +205,11 @@ class Dispatcher:
             call.ended = True
             if not call.in_flight:
                 call.answer.set_result(Completion.empty())
-        if left := await self._end(calls, deadline):
+        if left := await self._abort_calls(calls, deadline):
             limit = f"--request-timeout {self._pool.request_timeout:g} s"
             raise DeadlineError(f"{left[0].engine} did not end {len(left)} aborted samples within {limit}")
 
-    async def _end(self, calls: list[SampleCall], deadline: Deadline) -> list[SampleCall]:
+    async def _abort_calls(self, calls: list[SampleCall], deadline: Deadline) -> list[SampleCall]:
         """Tell engines to end these until they have; those that have not by `deadline`."""
         pauses = iter(AGAIN)
         while calls := [call for call in calls if not call.answer.done()]:
@@ -259,7 +261,7 @@ class EngineClient:
         """One response to `prompt` (int32 token ids), asked for under policy `version`.
 
         The answer's status is ABORTED if `abort` ended it; it then holds what was there. A stop string that begins in
-        `begun` and ends behind it is not seen.
+        `partial_tokens` and ends behind it is not seen.
 
         Args:
             begun: an earlier part of it, which the response continues and holds in full, its log-probs and versions as

@@ -144,7 +144,7 @@ class EnginePool:
             if self._count or not self._plan.engine_count:
                 return
             deadline = Deadline(self._patience)
-            while self.look() or self.registry.starting() or not self.engines:
+            while self.poll_engines() or self.registry.starting() or not self.engines:
                 self._rundir.check()
                 if deadline.over:
                     late = next(iter(self.registry.starting() or self.registry.members.values()))
@@ -157,7 +157,7 @@ class EnginePool:
 
     # ---- who there is
 
-    def look(self) -> bool:
+    def poll_engines(self) -> bool:
         """Take in what the engines' supervisors have said since; whether that was anything."""
         new = self._reports.new()
         for index, said in new:
@@ -242,7 +242,7 @@ class EnginePool:
 
     # ---- who is next
 
-    def take(self, count: int, waiting: int, affinity: str | None = None) -> tuple[PooledEngine, int] | None:
+    def assign_engine(self, count: int, waiting: int, affinity: str | None = None) -> tuple[PooledEngine, int] | None:
         """An engine and how many of `count` samples of one group it has been given; None while all are full, or none
         serves.
 

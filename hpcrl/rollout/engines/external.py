@@ -83,7 +83,8 @@ class ExternalEngine:
                 break
             if not incarnation and time.monotonic() > begun + limit:
                 raise DeadlineError(
-                    f"{self._name} did not answer within --engine-start-timeout {limit:.0f} s ({self._said(status)})",
+                    f"{self._name} did not answer within --engine-start-timeout {limit:.0f} s "
+                    f"({self._describe_status(status)})",
                     "is it served, and is this its address on the run's network?",
                 )
             await asyncio.sleep(POLL)
@@ -101,7 +102,7 @@ class ExternalEngine:
             port=self._at.port,
             model_len=length,
             incarnation=incarnation,
-            realm=realm,
+            key_name=realm,
         )
 
     async def _knock(self) -> tuple[int, str]:
@@ -128,7 +129,7 @@ class ExternalEngine:
         while True:
             health, _ = await answer(self._at)
             if health not in (200, SILENT):
-                return f"{self._name} has died: {self._said(health)}"
+                return f"{self._name} has died: {self._describe_status(health)}"
             core, said = await answer(self._at, CORE) if health == 200 else (SILENT, None)
             if core == LATE:
                 return (
@@ -142,7 +143,7 @@ class ExternalEngine:
             await asyncio.sleep(POLL)
 
     @staticmethod
-    def _said(status: int) -> str:
+    def _describe_status(status: int) -> str:
         return (
             "there is no listener"
             if status == REFUSED

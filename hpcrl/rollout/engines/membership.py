@@ -47,7 +47,7 @@ class EngineMembership:
         """update: [index, incarnation, host, port] of all that the next update goes to; waiting: of those that wait for
         one;
         starting: those that have not come up yet, by name; published: the version that the others hold."""
-        self._pool.look()
+        self._pool.poll_engines()
         registry = self._registry
         return {
             "update": [self._where(m) for m in registry.to_update()],
@@ -96,7 +96,7 @@ class EngineMembership:
     async def _keep(self) -> None:
         hopeless_since = None
         while self._registry.members:
-            self._pool.look()
+            self._pool.poll_engines()
             await self._ask_again()
             self._show()
             now = time.monotonic()

@@ -48,7 +48,7 @@ class Sampling:
     routing: Routing | None = None
 
     @classmethod
-    def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
+    def from_options(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
         """As the options ask for in training; a held-out set says what it has otherwise (`evaluator.sampling_of`).
 
         The model's end-of-sequence ids always stop: an engine may know but one of them.

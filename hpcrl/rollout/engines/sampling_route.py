@@ -30,7 +30,9 @@ _BYTES = {"Content-Type": "application/octet-stream"}
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
-async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnswer, deliver: Deliver) -> None:
+async def request_samples(
+    engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnswer, deliver: Deliver
+) -> None:
     """Ask `engine` for all samples of `request`.
 
     Raises:
@@ -41,7 +43,7 @@ async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnsw
         [call.ident for call in calls],
         [call.seed for call in calls],
         request.prompt.astype("<i4", copy=False).tobytes(),
-        request.sampling.params(request.max_tokens, request.begun),
+        request.sampling.params(request.max_tokens, request.partial_tokens),
     )
     reader, there = FrameReader(), [False] * len(calls)
     async with engine.session.post(engine.at(PATH), data=encode(body), headers=_BYTES) as answer:

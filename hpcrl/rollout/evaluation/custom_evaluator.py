@@ -52,7 +52,7 @@ class HeldOutSource:
         if name not in self.sets:
             raise ValueError(f"get_samples({name!r}): there are the sets {', '.join(self.names)}")
         groups: dict[int, list[Sample]] = {}
-        for asked in self._evaluator.asked(held := self.sets[name], self._version):
+        for asked in self._evaluator.request_responses(held := self.sets[name], self._version):
             number = self.first[name] + asked.group.number
             self._asked[number, asked.index] = held, asked
             sample = Completion.empty(PENDING).sample(number, asked.index, asked.group.prompt, "")
@@ -175,12 +175,12 @@ class CustomEvaluator:
                     "be finished"
                 )
             found.setdefault((sample.group - first, sample.index), []).append(sample)
-        wanted = [(line, index) for line in range(len(held.file)) for index in range(held.of.n_samples)]
+        wanted = [(line, index) for line in range(len(held.file)) for index in range(held.eval_set.n_samples)]
         if sorted(found) != wanted:
             raise HpcrlError(
                 f"{self._shown} returned {len(found)} responses of the set {name}, "
-                f"{held.of.n_samples} to each of its {len(held.file)} prompts are wanted",
-                f"a part of a set is named PATH@[:{max(1, len(found) // held.of.n_samples)}]",
+                f"{held.eval_set.n_samples} to each of its {len(held.file)} prompts are wanted",
+                f"a part of a set is named PATH@[:{max(1, len(found) // held.eval_set.n_samples)}]",
             )
         if twice := next((key for key, several in found.items() if len(several) > 1), None):
             raise HpcrlError(f"{self._shown} returned response {twice[1]} of group {first + twice[0]} ({name}) twice")

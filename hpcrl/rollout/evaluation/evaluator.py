@@ -40,16 +40,16 @@ from hpcrl.sample import TRUNCATED, Sample
 class HeldOut:
     """One held-out set, read."""
 
-    of: EvalSet
+    eval_set: EvalSet
     file: PromptFile
 
     @property
     def name(self) -> str:
-        return self.of.name
+        return self.eval_set.name
 
     def results(self, samples: list[Sample], passrate: bool) -> dict[str, Any]:
         """What is logged of its responses."""
-        return results(samples, self.of.n_samples, passrate, self.file.dropped)
+        return results(samples, self.eval_set.n_samples, passrate, self.file.dropped)
 
 
 def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
@@ -69,7 +69,7 @@ def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
 def sampling_of(held: EvalSet, options: Options, tokenizer: Tokenizer) -> Sampling:
     """How a set is sampled.  The model's end-of-sequence ids always stop."""
     return replace(
-        Sampling.of(options, tokenizer, evaluation=True),
+        Sampling.from_options(options, tokenizer, evaluation=True),
         temperature=held.temperature,
         max_tokens=held.max_response_len,
         top_p=held.top_p,
@@ -109,14 +109,14 @@ class Evaluator:
     async def samples(self, held: HeldOut, version: int) -> list[Sample]:
         """The graded responses to every prompt of a set, in the order of the file."""
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self.one(held, asked)) for asked in self.asked(held, version)]
+            running = [tasks.create_task(self.one(held, asked)) for asked in self.request_responses(held, version)]
         return [task.result() for task in running]
 
-    def asked(self, held: HeldOut, version: int) -> Iterator[ResponseRequest]:
+    def request_responses(self, held: HeldOut, version: int) -> Iterator[ResponseRequest]:
         """Every response that a set wants, in the order of the file."""
-        each = held.of.n_samples
-        by = GradedBy(held.of.rewards, held.of.own_types, held.of.reward_key)
-        sampling = sampling_of(held.of, self._options, self._tokenizer)
+        each = held.eval_set.n_samples
+        by = GradedBy(held.eval_set.rewards, held.eval_set.own_types, held.eval_set.reward_key)
+        sampling = sampling_of(held.eval_set, self._options, self._tokenizer)
         whole = HeldOutSet(held.name, len(held.file) * each, each, sampling, by)
         for number, prompt in enumerate(held.file.prompts):
             for index in range(each):
@@ -129,7 +129,7 @@ class Evaluator:
         prompt = asked.group.prompt
         index = asked.index
         sampling = asked.held_out.sampling
-        if (context := held.of.max_context_len) is not None:
+        if (context := held.eval_set.max_context_len) is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - len(prompt.tokens)))
         if self._custom is not None:
             asked = replace(asked, held_out=replace(asked.held_out, sampling=sampling))
@@ -137,7 +137,7 @@ class Evaluator:
             return replace(found[-1], reward=float(np.mean([sample.reward for sample in found])))
         assert self._grading is not None
         what = f"evaluation {held.name} of policy version {asked.version}"
-        tally = self._grading.tally(what, asked.held_out.size, asked.held_out.each)
+        tally = self._grading.tally(what, asked.held_out.size, asked.held_out.n_samples_per_prompt)
         seed = (
             seed_of("evaluate", self._options.rollout_seed, held.name, number, index)
             if sampling.temperature > 0
@@ -234,7 +234,7 @@ def majority(samples: Sequence[Sample], rewards: np.ndarray) -> float | None:
     An answer is the content of the last box, white space aside; two spellings of one number are two answers.  Of two
     answers with as many votes the one that came first counts.  A prompt without an answer counts 0.
     """
-    answers = [_answer(sample.response) for sample in samples]
+    answers = ["".join((boxed(sample.response) or "").split()) for sample in samples]
     if not any(answers):
         return None
     each = rewards.shape[1]
@@ -245,10 +245,6 @@ def majority(samples: Sequence[Sample], rewards: np.ndarray) -> float | None:
         if votes:
             total += float(mine[given.index(votes.most_common(1)[0][0])])
     return total / len(rewards)
-
-
-def _answer(response: str) -> str:
-    return "".join((boxed(response) or "").split())
 
 
 def interval(rewards: np.ndarray) -> tuple[float, float]:

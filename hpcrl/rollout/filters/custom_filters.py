@@ -16,7 +16,7 @@ from typing import Any
 from hpcrl.config.custom_functions import said_of, settled, short, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import is_path
-from hpcrl.config.plugin_points import load_own, spelled
+from hpcrl.config.plugin_points import load_own, option_text
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.filters.verdict import Verdict, read_verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
@@ -42,7 +42,7 @@ class DynamicFilter:
     def __init__(self, options: Options) -> None:
         """Raise UsageError for a custom one that cannot be used."""
         self._options = options
-        self._shown = f"{spelled('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
+        self._shown = f"{option_text('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
         self._keep = _load(options, "dynamic_sampling_filter_path", "keep")
         self._rollout = -1
         self._judged = 0
@@ -84,7 +84,7 @@ class BufferFilter:
     def __init__(self, options: Options) -> None:
         """Raise UsageError for a custom one that cannot be used."""
         self._options = options
-        self._shown = f"{spelled('buffer_filter_path')} {options.buffer_filter_path}"
+        self._shown = f"{option_text('buffer_filter_path')} {options.buffer_filter_path}"
         self._choose = _load(options, "buffer_filter_path", "choose")
         self.failed = 0
 

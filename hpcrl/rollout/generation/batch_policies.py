@@ -74,7 +74,7 @@ class BatchSelection:
     def publish(self, version: int) -> None:
         """The engines have the weights of `version` now."""
 
-    def ask(self, consumed: int, more: int) -> None:
+    def request_batch(self, consumed: int, more: int) -> None:
         """The next batch is asked for; the trainer learns from it at version `consumed`, and from `more` after it."""
 
     def issue(self, number: int, oldest: int | None = None) -> bool:
@@ -209,7 +209,7 @@ class StalenessControl:
     def publish(self, version: int) -> None:
         self.engines = max(self.engines, version)
 
-    def ask(self, consumed: int, more: int) -> None:
+    def request_batch(self, consumed: int, more: int) -> None:
         self.following = consumed
         self.more = more
 

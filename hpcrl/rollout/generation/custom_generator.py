@@ -44,7 +44,7 @@ class RolloutSource:
         "pending"."""
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"get_samples({short(count)}): a number from 1 is wanted")
-        taken = await self._store.take(count, self._rollout_id, self._version, self._consumed)
+        taken = await self._store.next_groups(count, self._rollout_id, self._version, self._consumed)
         return [self._pending(progress) for progress in sorted(taken, key=lambda progress: progress.number)]
 
     def _pending(self, progress: GroupProgress) -> list[Sample]:

@@ -70,7 +70,7 @@ class GeneratedAhead:
     def path(self, rollout_id: int) -> Path:
         return self._folder / f"{rollout_id:08d}{SUFFIX}"
 
-    def begin(self, rollout_id: int) -> None:
+    def start_run(self, rollout_id: int) -> None:
         """The run begins, or resumes, at `rollout_id`: files of others are of a history that is no more."""
         self._first = rollout_id
         for path in self._folder.glob(f"*{SUFFIX}"):

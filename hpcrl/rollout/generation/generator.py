@@ -145,7 +145,7 @@ class RolloutGenerator:
             self._tasks = [asyncio.create_task(self._work())]
             if self._look is not None:
                 self._tasks.append(asyncio.create_task(self._follow_metrics(self._look)))
-        self._policy.ask(self._consumed, self._total - rollout_id - 1)
+        self._policy.request_batch(self._consumed, self._total - rollout_id - 1)
         self.publish(version)
         self._wake.set()
         try:
@@ -200,7 +200,7 @@ class RolloutGenerator:
         while (count := self._policy.due()) > 0:
             if (count := self._concurrency.room(self._running.responses, count)) <= 0:
                 return
-            for progress in await self._store.take(count, self._next, self._version, self._consumed):
+            for progress in await self._store.next_groups(count, self._next, self._version, self._consumed):
                 self._start(progress)
 
     def _start(self, progress: GroupProgress) -> None:
@@ -283,7 +283,7 @@ class RolloutGenerator:
     def _hand_over(self, batch: NextBatch) -> GeneratedRollout:
         rollout_id, consumed = self._next, self._consumed
         for number in batch.late:
-            self._running.end(number)
+            self._running.cancel_group(number)
         for number, reason in batch.dropped.items():
             self._dropped += self._store.groups[number].samples()
             self._store.drop([number], reason)

@@ -76,7 +76,7 @@ class GroupStore:
         self._rollout = rollout_id
         self._begins = True
 
-    async def _begin(self, version: int) -> None:
+    async def _load(self, version: int) -> None:
         """Look at what is on disk, now that the policy version is known."""
         self._begins = False
         kept, again = await asyncio.to_thread(self._adopt, version) if self._kept else ([], 0)
@@ -137,15 +137,13 @@ class GroupStore:
     def _hold(self, progress: GroupProgress) -> None:
         """Keep what there is of a group of the buffer or bank, and have it in the right one of the two."""
         self.groups[progress.number] = progress
-        if progress.number in self.ledger.bank and not self._complete(progress):
+        complete = progress.complete(self._options.n_samples_per_prompt, self._greedy)
+        if progress.number in self.ledger.bank and not complete:
             self.ledger.reopen(progress.number)
-
-    def _complete(self, progress: GroupProgress) -> bool:
-        return progress.complete(self._options.n_samples_per_prompt, self._greedy)
 
     # ---- taking
 
-    async def take(self, count: int, rollout_id: int, version: int, consumed: int) -> list[GroupProgress]:
+    async def next_groups(self, count: int, rollout_id: int, version: int, consumed: int) -> list[GroupProgress]:
         """`count` groups: what was left over first, finished (in the bank) before unfinished, then the source's next.
 
         Args:
@@ -153,7 +151,7 @@ class GroupStore:
             consumed: of the trainer's when it learns from `rollout_id`, as a rule the same.
         """
         if self._begins:
-            await self._begin(version)
+            await self._load(version)
         bound = self._options.staleness_bound
         bound = None if bound is None else bound - (consumed - version)
         taken = await self._waiting(count, rollout_id, version, bound)
@@ -161,7 +159,7 @@ class GroupStore:
         for progress in taken:
             if progress.number in self.ledger.buffer:
                 self.ledger.resume(progress.number)
-        for group in self._source.take(count - len(taken)):
+        for group in self._source.next_groups(count - len(taken)):
             self.ledger.issue(group.number)
             taken.append(await self._issued(group, version, bound))
         self.groups |= {progress.number: progress for progress in taken}
@@ -282,7 +280,7 @@ class GroupStore:
             source: the state of the source then.
         """
         if self._begins:
-            await self._begin(version)
+            await self._load(version)
         self._source.restore(source)
         batch = numbers_in(line.batch)
         dropped = dict(self.ledger.dropped)

@@ -98,7 +98,7 @@ class InFlightGroups:
                 return progress, verdict
         return None
 
-    def end(self, number: int) -> None:
+    def cancel_group(self, number: int) -> None:
         """Give a group up: a task that is cancelled ends its own request."""
         task = next(task for task, progress in self._running.items() if progress.number == number)
         del self._running[task]
@@ -134,8 +134,8 @@ class InFlightGroups:
         ]
         for progress, _ in groups:
             for asked in self._asked.pop(progress.number, ()):
-                if asked.made and asked.index not in progress.finished and asked.index != GREEDY:
-                    progress.begun[asked.index] = tuple(asked.made)
+                if asked.results and asked.index not in progress.finished and asked.index != GREEDY:
+                    progress.partial[asked.index] = tuple(asked.results)
             if abort is not None and progress.number in rollouts:
                 _mark_start(progress, rollouts[progress.number])
         self._running.clear()
@@ -158,7 +158,7 @@ class InFlightGroups:
         open_ = [asked for asked in self._asked.get(progress.number, ()) if asked.index not in progress.finished]
         if self.complete(progress):
             return not task.done()
-        return not task.done() and any(not asked.made for asked in open_)
+        return not task.done() and any(not asked.results for asked in open_)
 
     async def close(self) -> None:
         """Cancel whatever is at work."""
@@ -169,7 +169,7 @@ class InFlightGroups:
 
     async def _make(self, progress: GroupProgress, rollout_id: int, version: int) -> Verdict | None:
         asked = [
-            ResponseRequest(progress.group, index, rollout_id, version, begun=progress.begun.get(index, ()))
+            ResponseRequest(progress.group, index, rollout_id, version, partial=progress.partial.get(index, ()))
             for index in range(self._each)
             if index not in progress.finished
         ]
@@ -186,26 +186,26 @@ class InFlightGroups:
 
     async def _one(self, progress: GroupProgress, asked: ResponseRequest) -> None:
         for _ in range(ENDS):
-            samples = _carried(await self._sampler.make(asked), asked.begun)
+            samples = _carried(await self._sampler.make(asked), asked.partial)
             if any(sample.status == ABORTED for sample in samples):
                 if asked.index != GREEDY and any(sample.response_length for sample in samples):
-                    progress.begun[asked.index] = tuple(samples)
+                    progress.partial[asked.index] = tuple(samples)
                 if self._ending:
                     return
-                begun = progress.begun.get(asked.index, ()) if asked.index != GREEDY else ()
-                again = ResponseRequest(asked.group, asked.index, asked.rollout_id, asked.version, begun=begun)
+                begun = progress.partial.get(asked.index, ()) if asked.index != GREEDY else ()
+                again = ResponseRequest(asked.group, asked.index, asked.rollout_id, asked.version, partial=begun)
                 self._asked[progress.number] = [
                     again if other is asked else other for other in self._asked[progress.number]
                 ]
                 asked = again
                 continue
-            self._take(progress, asked.index, samples)
+            self._add_samples(progress, asked.index, samples)
             return
         raise HpcrlError(
             f"response {asked.index} of group {progress.number} ended early {ENDS} times, and no abort was requested"
         )
 
-    def _take(self, progress: GroupProgress, index: int, samples: list[Sample]) -> None:
+    def _add_samples(self, progress: GroupProgress, index: int, samples: list[Sample]) -> None:
         for sample in samples:
             if sample.status not in (COMPLETED, TRUNCATED) or sample.group != progress.number:
                 raise HpcrlError(
@@ -216,7 +216,7 @@ class InFlightGroups:
             failed = any(sample.grading for sample in samples)
             progress.baseline = math.inf if failed else sum(sample.reward for sample in samples) / len(samples)
             return
-        progress.begun.pop(index, None)
+        progress.partial.pop(index, None)
         progress.finished[index] = samples
 
 
@@ -229,8 +229,8 @@ def _mark_start(progress: GroupProgress, rollout_id: int) -> None:
     marked = {START: rollout_id}
     for index, samples in progress.finished.items():
         progress.finished[index] = [replace(sample, metadata=marked | sample.metadata) for sample in samples]
-    for index, begun in progress.begun.items():
-        progress.begun[index] = tuple(replace(sample, metadata=marked | sample.metadata) for sample in begun)
+    for index, begun in progress.partial.items():
+        progress.partial[index] = tuple(replace(sample, metadata=marked | sample.metadata) for sample in begun)
 
 
 def _carried(samples: list[Sample], begun: Sequence[Sample]) -> list[Sample]:

@@ -202,7 +202,7 @@ class Grader:
         return all(self._rewards[word].waits for word in task.words)
 
     async def answer(self, task: GradingTask) -> bytes:
-        EACH.set(task.each)
+        EACH.set(task.n_samples_per_prompt)
         samples = [unpack(sent, columns=bool(sent.columns)) for sent in task.samples]
         rewards = [self._rewards[word] for word in task.words]
         return frame(GradingReply(task.id, await grade(rewards, self._options, samples, task.key, task.seconds)))

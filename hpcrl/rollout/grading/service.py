@@ -78,16 +78,16 @@ class GradingProcess(WorkerProcess[GradingJob]):
     def add(self, number: int, job: GradingJob) -> None:
         super().add(number, job)
         if job.shares or len(self.jobs) == 1:
-            self._begin(job)
+            self._start_job(job)
 
     def finish(self, number: int) -> GradingJob:
         """The job that has been answered; the next in the queue begins."""
         job = super().finish(number)
         if not job.shares and self.jobs:
-            self._begin(next(iter(self.jobs.values())))
+            self._start_job(next(iter(self.jobs.values())))
         return job
 
-    def _begin(self, job: GradingJob) -> None:
+    def _start_job(self, job: GradingJob) -> None:
         job.waited = 0.0
         job.cpu = self.cpu_seconds()
 
@@ -195,7 +195,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
 
     def tally(self, what: str, size: int, each: int) -> Tally:
         """The count of failed gradings of a batch of `size` samples in groups of `each`, called `what`."""
-        return self._tallies.of(what, size, each)
+        return self._tallies.tally_of(what, size, each)
 
     async def grade(self, sample: Sample, where: str, tally: Tally, by: GradedBy | None = None) -> None:
         """Set the sample's reward, or say in it why there is none (then the reward is 0, and nothing is trained).
@@ -207,7 +207,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         Raises:
             HpcrlError: once too many gradings of the batch have failed.
         """
-        EACH.set(tally.each if by is not None else 0)
+        EACH.set(tally.group_size if by is not None else 0)
         outcome = await self._before(sample, evaluation=by is not None)
         by = by or GradedBy(self._words, self._options.custom_rm_path is None, self._options.reward_key)
         words = self._words_for(sample, by)
@@ -258,9 +258,9 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         future: asyncio.Future[GradingOutcome] = asyncio.get_running_loop().create_future()
         group.samples.append(sample)
         group.futures.append(future)
-        if len(group.samples) == tally.each:
+        if len(group.samples) == tally.group_size:
             del self._groups[key]
-            order = sorted(range(tally.each), key=lambda i: group.samples[i].index)
+            order = sorted(range(tally.group_size), key=lambda i: group.samples[i].index)
             outcomes = await self._submit(
                 [group.samples[i] for i in order], [item.word for item in self._words], reward_key
             )

@@ -33,7 +33,7 @@ class Tally:
 
     what: str
     size: int
-    each: int
+    group_size: int
     limit: float
     prompts: set[str]
     flag: str = "--reward-max-failed"
@@ -75,7 +75,7 @@ class Tallies:
         self._tallies: dict[str, Tally] = {}
         self._told: dict[str, int] = {}
 
-    def of(self, what: str, size: int, each: int) -> Tally:
+    def tally_of(self, what: str, size: int, each: int) -> Tally:
         """The count of a batch of `size` samples in groups of `each`, called `what`."""
         if what not in self._tallies:
             self._tallies = dict(list(self._tallies.items())[-self.KEPT :])

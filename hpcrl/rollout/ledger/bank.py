@@ -50,7 +50,7 @@ class _Group(msgspec.Struct):
     number: int
     prompt: bytes
     finished: dict[int, list[PackedSample]]
-    begun: dict[int, list[PackedSample]]
+    partial: dict[int, list[PackedSample]]
     baseline: float | None
 
 
@@ -59,7 +59,7 @@ def encode(progress: GroupProgress) -> bytes:
     every = lambda several: {index: [pack(sample) for sample in samples] for index, samples in several.items()}  # noqa: E731
     baseline = None if math.isnan(progress.baseline) else progress.baseline
     return msgspec.msgpack.encode(
-        _Group(progress.number, _name(progress.group), every(progress.finished), every(progress.begun), baseline)
+        _Group(progress.number, _name(progress.group), every(progress.finished), every(progress.partial), baseline)
     )
 
 
@@ -74,7 +74,7 @@ def decode(data: bytes, group: Group) -> GroupProgress:
         if (file.number, file.prompt) != (group.number, _name(group)):
             raise HpcrlError(f"it is of group {file.number} with another prompt")
         every = lambda several: {i: [unpack(sample) for sample in samples] for i, samples in several.items()}  # noqa: E731
-        begun = {index: tuple(samples) for index, samples in every(file.begun).items()}
+        begun = {index: tuple(samples) for index, samples in every(file.partial).items()}
         return GroupProgress(group, every(file.finished), begun, math.nan if file.baseline is None else file.baseline)
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
         raise HpcrlError(f"it is damaged: {type(error).__name__}: {error}") from error
@@ -138,7 +138,7 @@ class Bank:
         Raises:
             KeyError: if it stands in none.
         """
-        self._look()
+        self._read_index_once()
         return self._file(self._places[number].file)
 
     def _file(self, file: int) -> Path:
@@ -146,7 +146,7 @@ class Bank:
 
     def numbers(self) -> list[int]:
         """Of all groups, in order."""
-        self._look()
+        self._read_index_once()
         return sorted(self._places)
 
     async def keep(self, progress: GroupProgress) -> None:
@@ -180,7 +180,7 @@ class Bank:
         packed = {progress.number: data for progress in groups if (data := self._encode(progress)) is not None}
         if not packed:
             return []
-        self._look()
+        self._read_index_once()
         with self._maps:
             file = self._next
             self._next = self._next + 1
@@ -206,7 +206,7 @@ class Bank:
 
     def read(self, group: Group) -> GroupProgress | None:
         """What is on disk of a group; None if there is nothing, or nothing that can be read."""
-        self._look()
+        self._read_index_once()
         if (place := self._places.get(group.number)) is None:
             return None
         path = self._file(place.file)
@@ -222,7 +222,7 @@ class Bank:
 
     def remove(self, numbers: Collection[int]) -> None:
         """Forget groups, and remove the files that hold no other."""
-        self._look()
+        self._read_index_once()
         with self._maps:
             self._spent += [file for number in numbers if (file := self._leave(number)) is not None]
         self._sweep()
@@ -236,7 +236,7 @@ class Bank:
 
     # ---- the maps
 
-    def _look(self) -> None:
+    def _read_index_once(self) -> None:
         """Read the files' indexes, once."""
         with self._maps:
             if self._next < 0:

@@ -27,7 +27,7 @@ class GroupProgress:
 
     group: Group
     finished: dict[int, list[Sample]] = field(default_factory=dict)
-    begun: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
+    partial: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
     baseline: float = math.nan
 
     @property
@@ -36,7 +36,7 @@ class GroupProgress:
 
     @property
     def empty(self) -> bool:
-        return not self.finished and not self.begun
+        return not self.finished and not self.partial
 
     def complete(self, each: int, greedy: bool) -> bool:
         """Whether all `each` responses are finished, and the greedy one too where it is wanted."""
@@ -56,7 +56,7 @@ class GroupProgress:
 
     def all_samples(self) -> list[Sample]:
         """The same with those that are begun."""
-        every = self.finished | {index: list(samples) for index, samples in self.begun.items()}
+        every = self.finished | {index: list(samples) for index, samples in self.partial.items()}
         return [sample for index in sorted(every) for sample in every[index]]
 
     def versions(self) -> tuple[int, int] | None:
@@ -84,7 +84,7 @@ def fit(progress: GroupProgress, version: int, bound: int | None, parts: bool) -
         lost += 1
         if parts and (cut := _cut(samples, version, bound)) is not None:
             begun[index] = (cut,)
-    for index, several in progress.begun.items():
+    for index, several in progress.partial.items():
         if parts and all(_fits(sample, version, bound) for sample in several):
             begun[index] = several
             continue
@@ -113,7 +113,7 @@ def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | Non
     if count == 0 or count == len(later):
         return None
     sizes = {"length": len(sample.tokens) - sample.response_length + count, "response_length": count}
-    cut = {name: column[: sizes[COLUMNS[name].of]] for name, column in sample.columns().items()}
+    cut = {name: column[: sizes[COLUMNS[name].counted_by]] for name, column in sample.columns().items()}
     part = replace(
         sample,
         **{name: cut.pop(name) for name in REQUIRED},

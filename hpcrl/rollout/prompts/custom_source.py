@@ -39,7 +39,7 @@ class CustomSource:
         """Raise UsageError if it cannot be made, or lacks a method."""
         self._path = options.data_source_path
         self._shown = f"--data-source-path {options.data_source_path}"
-        self._reading = ReadOptions.of(options, tokenizer)
+        self._reading = ReadOptions.from_options(options, tokenizer)
         self._tokenizer = tokenizer.given(options.apply_chat_template_kwargs)
         if self._reading.keys.chat_template:
             self._tokenizer.need_template(self._tokenizer.template_kwargs)
@@ -79,7 +79,7 @@ class CustomSource:
 
     # ---- handing out
 
-    def take(self, count: int) -> list[Group]:
+    def next_groups(self, count: int) -> list[Group]:
         """The next `count` groups.
 
         Raises:
@@ -88,7 +88,7 @@ class CustomSource:
         taken: list[Group] = []
         dropped = 0
         while len(taken) < count:
-            rows = self._ask(count - len(taken))
+            rows = self._call_source(count - len(taken))
             first = self._given
             self._given = self._given + len(rows)
             given = _Given(self._shown, [(first + at, self._row(first + at, row)) for at, row in enumerate(rows)])
@@ -109,7 +109,7 @@ class CustomSource:
                 )
         return taken
 
-    def _ask(self, count: int) -> list[Any]:
+    def _call_source(self, count: int) -> list[Any]:
         with named(f"{self._shown}: take({count})"):
             rows = self.own.take(count)
         if not isinstance(rows, list | tuple) or len(rows) != count:

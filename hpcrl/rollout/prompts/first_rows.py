@@ -33,7 +33,7 @@ def look_at(stages: Sequence[Options]) -> None:
     """
     for options in stages:
         for word, keys in _files(options):
-            if note := _look(options, word, keys):
+            if note := _check_rows(options, word, keys):
                 print(f"hpcrl: note: {note}", file=sys.stderr)
 
 
@@ -48,7 +48,7 @@ def findings(stages: Sequence[Options]) -> Iterator[Finding]:
         try:
             for word, keys in _files(options):
                 if Path(word.path).exists():
-                    if note := _look(options, word, keys):
+                    if note := _check_rows(options, word, keys):
                         yield Finding("warn", "", note)
                     looked = (
                         "every task can be run" if Path(word.path).is_dir() else "its first rows have what they must"
@@ -61,7 +61,7 @@ def findings(stages: Sequence[Options]) -> Iterator[Finding]:
 def _files(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
     """Every prompt file of a stage, and where its rows have what."""
     if not options.only_evaluates and options.load_debug_rollout_data is None and options.data_source_path is None:
-        keys = Keys.of(options)
+        keys = Keys.from_options(options)
         yield from ((word, keys) for word in read_words(options.prompt_data, "--prompt-data"))
     if (
         options.eval_interval is not None
@@ -71,7 +71,7 @@ def _files(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
         yield from ((held.word, Keys.of_set(held)) for held in eval_sets(options))
 
 
-def _look(options: Options, word: PromptWord, keys: Keys) -> str:
+def _check_rows(options: Options, word: PromptWord, keys: Keys) -> str:
     """What is odd about the first rows, "" if nothing.
 
     Raises:

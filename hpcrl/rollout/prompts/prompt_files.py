@@ -102,7 +102,7 @@ class ReadOptions:
     flags: str = "--rollout-max-prompt-len or --rollout-max-context-len"
 
     @classmethod
-    def of(cls, options: Options, tokenizer: Tokenizer) -> ReadOptions:
+    def from_options(cls, options: Options, tokenizer: Tokenizer) -> ReadOptions:
         """Of the training prompts.
 
         Raises:
@@ -110,7 +110,7 @@ class ReadOptions:
         """
         context = options.rollout_max_context_len or tokenizer.context
         return cls(
-            Keys.of(options),
+            Keys.from_options(options),
             _limit(options.rollout_max_prompt_len, context),
             context,
             options.overlong_prompts == "drop",
@@ -142,7 +142,7 @@ def read_training(options: Options, tokenizer: Tokenizer) -> PromptFile:
     words = read_words(options.prompt_data, "--prompt-data")
     if not words:
         raise UsageError("--prompt-data is not given")
-    reading = ReadOptions.of(options, tokenizer)
+    reading = ReadOptions.from_options(options, tokenizer)
     given = tokenizer.given(options.apply_chat_template_kwargs)
     return joined(words, [read_prompts(word, reading, given) for word in words])
 

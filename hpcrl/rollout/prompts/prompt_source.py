@@ -112,7 +112,7 @@ class PromptSource:
         """The order of this epoch: Python's shuffle seeded with seed + epoch, as slime has it."""
         return epoch_order(len(self.file), self.file.parts, self._seed, self._epoch, self._shuffle)
 
-    def take(self, count: int) -> list[Group]:
+    def next_groups(self, count: int) -> list[Group]:
         """The next `count` groups; an epoch that ends in the middle is followed by the next."""
         groups = []
         for _ in range(count):
@@ -139,7 +139,7 @@ class PromptSource:
                 other._epoch = epoch
                 other._order = other._permutation()
             other._next = number
-            found += other.take(1)
+            found += other.next_groups(1)
         return found
 
     def state(self, alive: Collection[int] | None = None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
                 "the prompt of this turn as its beginning; make the conversation end here, or learn from --label-key"
             )
         last = number == turns[-1]
-        end = _end(whole, len(before), ends, clean[number], number, last)
+        end = _end_of_turn(whole, len(before), ends, clean[number], number, last)
         found += [
             ConversationPiece(whole[at : len(before)], False),
             ConversationPiece(whole[len(before) : end], bool(messages[number].get(LEARN, 1))),
@@ -73,7 +73,7 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
     return found
 
 
-def _end(whole: str, start: int, ends: Sequence[str], message: dict[str, Any], number: int, last: bool) -> int:
+def _end_of_turn(whole: str, start: int, ends: Sequence[str], message: dict[str, Any], number: int, last: bool) -> int:
     """Where the turn that begins at `start` ends: behind the first token that ends a response."""
     said = [str(message[key]).strip() for key in ("reasoning_content", "content") if message.get(key)]
     for text in ends:

@@ -51,7 +51,7 @@ class Keys:
     conversation: bool = False
 
     @classmethod
-    def of(cls, options: Options) -> Keys:
+    def from_options(cls, options: Options) -> Keys:
         """Those of the training prompts.
 
         Raises:

@@ -165,7 +165,7 @@ class Tokenizer:
             ids.pop()
         return self._hf.decode(ids, skip_special_tokens=skip_special)
 
-    def spelled(self, tokens: np.ndarray, skip_special: bool = False) -> str:
+    def decode_text(self, tokens: np.ndarray, skip_special: bool = False) -> str:
         """The text of tokens, those that end a response included."""
         return self._hf.decode(tokens.tolist(), skip_special_tokens=skip_special)
 

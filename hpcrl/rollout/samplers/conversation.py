@@ -145,14 +145,14 @@ class Conversation:
         except ContextFull:
             nothing = np.zeros(0, np.int32)
             turn = Turn(nothing, nothing.astype(np.float32), nothing, LENGTH)
-        self.trajectory.said(turn)
+        self.trajectory.add_sampled(turn)
         if len(turn.tokens):
             self._messages = [*self._messages, {"role": "assistant", "content": turn.text}]
         return turn
 
     def tell(self, what: str | Sequence[int]) -> None:
         """Text, or tokens, as they are, behind all that was said: of a tool or an environment, not learned from."""
-        self.trajectory.told(self._args.tokenizer.encode([what])[0].tolist() if isinstance(what, str) else what)
+        self.trajectory.add_observed(self._args.tokenizer.encode([what])[0].tolist() if isinstance(what, str) else what)
 
     def tell_messages(self, *messages: dict[str, Any], tools: Messages | None = None) -> None:
         """Chat messages behind the policy's turn, as the chat template writes them, up to where its next turn begins.
@@ -161,7 +161,7 @@ class Conversation:
             ValueError: if the template refuses them.
         """
         before, last = self._messages[:-1], self.trajectory.tokens[-1]
-        self.trajectory.told(continuation(self._args.tokenizer, before, list(messages), last, tools).tolist())
+        self.trajectory.add_observed(continuation(self._args.tokenizer, before, list(messages), last, tools).tolist())
         self._messages = [*self._messages, *messages]
 
     def sample(self) -> Sample:

@@ -49,7 +49,7 @@ class CustomSampler:
         self._options = options
         self._tokenizer = tokenizer
         self._grading = grading
-        self._train = Sampling.of(options, tokenizer)
+        self._train = Sampling.from_options(options, tokenizer)
         self._pool = FunctionPool(options)
         self._endpoint = Endpoint()
         self._client: EngineClient | None = None
@@ -92,8 +92,8 @@ class CustomSampler:
         Raises:
             HpcrlError: once too many calls of the batch have failed, or an engine has.
         """
-        if asked.begun and all(sample.status != ABORTED for sample in asked.begun):  # finished, and not graded
-            found = list(asked.begun)
+        if asked.partial and all(sample.status != ABORTED for sample in asked.partial):  # finished, and not graded
+            found = list(asked.partial)
             await self._grade(asked, found)
             return found
         making = ResponseContext(self._sampling(asked), self._seed(asked), asked.version)
@@ -108,7 +108,7 @@ class CustomSampler:
             return [replace(prompt, status=ABORTED)]
         if done.failure:
             return [self._failed(asked, prompt, done)]
-        asked.made.extend(found)
+        asked.results.extend(found)
         await self._grade(asked, found)
         return found
 
@@ -164,7 +164,7 @@ class CustomSampler:
                 asked.held_out is not None,
                 asked.version,
                 asked.held_out.by.key if asked.held_out else self._options.reward_key,
-                asked.held_out.each if asked.held_out else 0,
+                asked.held_out.n_samples_per_prompt if asked.held_out else 0,
             )
 
         try:
@@ -275,13 +275,13 @@ class CustomSampler:
         Raises:
             HpcrlError: if those of the batch are too many.
         """
-        self._tallies.of(*self._batch(asked)).fail(where, text)
+        self._tallies.tally_of(*self._batch(asked)).fail(where, text)
 
     def _batch(self, asked: ResponseRequest) -> tuple[str, int, int]:
         """(name, responses, responses to a prompt) of the batch that a response is for."""
         if asked.held_out:
             held = asked.held_out
-            return f"evaluation {held.name} of policy version {asked.version}", held.size, held.each
+            return f"evaluation {held.name} of policy version {asked.version}", held.size, held.n_samples_per_prompt
         return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
 
 

@@ -32,7 +32,7 @@ class FunctionJob(PooledJob):
     call: Callable[[int], CustomCall]
     in_engines: Callable[[], bool]
     seconds: float
-    told: float | None = None
+    cancelled_at: float | None = None
 
 
 class _Process(WorkerProcess[FunctionJob]):
@@ -42,7 +42,7 @@ class _Process(WorkerProcess[FunctionJob]):
 
     def cancel(self, job: FunctionJob) -> None:
         """Tell it that the job's time is up, or that it is not waited for."""
-        job.told = job.told or 0.0
+        job.cancelled_at = job.cancelled_at or 0.0
         self.write(CancelRequest(next(number for number, other in self.jobs.items() if other is job)))
 
 
@@ -85,7 +85,7 @@ class FunctionPool(ProcessPool[_Process, FunctionJob]):
     # ---- the processes
 
     def _request(self, job: FunctionJob, number: int) -> CustomCall:
-        job.told = None
+        job.cancelled_at = None
         return job.call(number)
 
     def _settle(self, job: FunctionJob, reply: CustomResult) -> None:
@@ -101,9 +101,9 @@ class FunctionPool(ProcessPool[_Process, FunctionJob]):
 
     def _over(self, process: _Process, job: FunctionJob, passed: float) -> tuple[str, str] | None:
         """Cancel a call whose time is up; the process is over a limit if it does not heed that."""
-        if job.told is not None:
-            job.told += passed
-            return (TIMEOUT, f"{self._late(job)}, and blocked its process") if job.told > PATIENCE else None
+        if job.cancelled_at is not None:
+            job.cancelled_at += passed
+            return (TIMEOUT, f"{self._late(job)}, and blocked its process") if job.cancelled_at > PATIENCE else None
         if not job.in_engines():
             job.waited += passed
             if job.waited > job.seconds:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcrl.config.custom_functions import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import load_own, spelled
+from hpcrl.config.plugin_points import load_own, option_text
 from hpcrl.errors import UsageError
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, PolicyClient
@@ -105,7 +105,7 @@ def _checked(sample: Sample, tokenizer: Tokenizer, longest: int) -> PackedSample
         versions=versions,
         reward=math.nan if reward is None else reward,
         status=status,
-        response=_text(sample.response),
+        response=str(sample.response).encode(errors="replace").decode(),
         metadata=sample.metadata,
         rewards=parts_of(sample),
         remove_sample=bool(sample.remove_sample),
@@ -141,10 +141,6 @@ def reward_of(sample: Sample) -> float | None:
     return value
 
 
-def _text(response: Any) -> str:
-    return response.encode(errors="replace").decode() if isinstance(response, str) else str(response)
-
-
 def parts_of(sample: Sample) -> dict[str, float]:
     """The named parts of the reward that a function has set, as far as they are finite.
 
@@ -171,7 +167,8 @@ def load_generate(path: str) -> Callable[..., Any]:
     function = load_own(OPTION, path)
     if not is_async(function):
         raise UsageError(
-            f"{spelled(OPTION)} {path} is not async", "declare it: async def generate(args, sample, sampling_params)"
+            f"{option_text(OPTION)} {path} is not async",
+            "declare it: async def generate(args, sample, sampling_params)",
         )
     return function
 
@@ -209,7 +206,7 @@ class FunctionRunner:
     async def _done(self, call: CustomCall) -> CustomResult:
         """What came of a call, whatever the function does."""
         try:
-            return await self._made(call)
+            return await self._run_call(call)
         except asyncio.CancelledError:
             return CustomResult(call.id, failure=TIMEOUT)
         except (NoSample, NotSlimes) as error:
@@ -218,7 +215,7 @@ class FunctionRunner:
             text = f"raised {said_of(error)}"
             return CustomResult(call.id, failure=failure_of(error), text=text, trace=trace_of(error))
 
-    async def _made(self, call: CustomCall) -> CustomResult:
+    async def _run_call(self, call: CustomCall) -> CustomResult:
         sample = unpack(call.sample)
         sample.reward = None  # type: ignore[assignment]  # until the function sets one
         more = {"evaluation": call.evaluation} if self._told else {}

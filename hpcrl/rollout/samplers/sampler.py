@@ -33,7 +33,7 @@ class HeldOutSet:
 
     name: str
     size: int
-    each: int
+    n_samples_per_prompt: int
     sampling: Sampling
     by: GradedBy
 
@@ -55,8 +55,8 @@ class ResponseRequest:
     rollout_id: int
     version: int
     held_out: HeldOutSet | None = None
-    begun: tuple[Sample, ...] = ()
-    made: list[Sample] = field(default_factory=list, compare=False)
+    partial: tuple[Sample, ...] = ()
+    results: list[Sample] = field(default_factory=list, compare=False)
 
 
 class Sampler(Protocol):
@@ -73,7 +73,7 @@ class SingleTurnSampler:
     """Samples from the policy, graded by the reward where there is one."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer, client: EngineClient, grading: Grading | None) -> None:
-        self._sampling = Sampling.of(options, tokenizer)
+        self._sampling = Sampling.from_options(options, tokenizer)
         self._seed = options.rollout_seed
         self._tokenizer = tokenizer
         self._client = client
@@ -85,7 +85,7 @@ class SingleTurnSampler:
         group, index = asked.group, asked.index
         seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
-        completion = completion_of(*asked.begun) if asked.begun else None
+        completion = completion_of(*asked.partial) if asked.partial else None
         if completion is None or completion.status == ABORTED:
             completion = await self._client.complete(
                 group.prompt.tokens, sampling, seed, asked.version, begun=completion
@@ -96,7 +96,7 @@ class SingleTurnSampler:
         sample = completion.sample(group.number, index, group.prompt, response)
         if sample.status == ABORTED:
             return [sample]
-        asked.made.append(sample)
+        asked.results.append(sample)
         if self._grading is not None:
             tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
             await self._grading.grade(sample, group.prompt.where, tally)

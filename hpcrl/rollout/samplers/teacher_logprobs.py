@@ -82,7 +82,7 @@ class Teacher:
             UsageError: if it does not serve --opd-teacher-model.
             DataError: if a token is another.
         """
-        known = [model.id for model in msgspec.convert(await self._server.ask("/v1/models"), _Models).data]
+        known = [model.id for model in msgspec.convert(await self._server.request_json("/v1/models"), _Models).data]
         if self._model is None:
             self._model = known[0] if known else ""
         if self._model not in known:
@@ -99,7 +99,9 @@ class Teacher:
         (own,) = self._tokenizer.encode([text])
         try:
             body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-            theirs = msgspec.convert(await self._server.ask("/tokenize", msgspec.json.encode(body)), _Tokens).tokens
+            theirs = msgspec.convert(
+                await self._server.request_json("/tokenize", msgspec.json.encode(body)), _Tokens
+            ).tokens
         except StatusError as error:
             say(
                 f"{self} has no /tokenize (HTTP {error.status}): whether its tokens are the student's could not be "
@@ -137,7 +139,7 @@ class Teacher:
             sample.extra[NAME], sample.teacher_error = sample.logprobs.astype(np.float32), error.what
             text = f"{error.what} on response {sample.index} of group {sample.group} ({where})"
             self._tallies.say(error.what, text)
-            self._tallies.of(f"rollout {rollout_id} by the teacher", self._size, self._each).fail(where, text)
+            self._tallies.tally_of(f"rollout {rollout_id} by the teacher", self._size, self._each).fail(where, text)
 
     async def _logprobs(self, sample: Sample) -> np.ndarray:
         """float32 [response].

@@ -64,12 +64,12 @@ class Trajectory:
     def response_length(self) -> int:
         return len(self.loss_mask)
 
-    def said(self, turn: Turn) -> None:
+    def add_sampled(self, turn: Turn) -> None:
         """The policy's turn is over: its tokens are learned from."""
         self._grow(turn.tokens.tolist(), 1, turn.logprobs.tolist(), turn.versions.tolist())
         self.finish = turn.finish
 
-    def told(self, tokens: Sequence[int]) -> None:
+    def add_observed(self, tokens: Sequence[int]) -> None:
         """Tokens of a tool or an environment, which are not learned from; of the version of the token before them."""
         ids = [int(token) for token in tokens]
         before = self.versions[-1] if self.versions else self.version

@@ -33,7 +33,7 @@ def turns_of(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
     parts = np.split(response, edges)
     masks = [int(part[0]) for part in np.split(mask, edges)]
-    texts = [*map(tokenizer.spelled, parts[:-1]), tokenizer.decode(parts[-1])]
+    texts = [*map(tokenizer.decode_text, parts[:-1]), tokenizer.decode(parts[-1])]
     if "".join(texts) == sample.response:
         return {"turns": [[own, len(text)] for own, text in zip(masks, texts, strict=True)]}
     return {"turns": [[own, text] for own, text in zip(masks, cut_texts(texts, MOST // 2), strict=True)]}

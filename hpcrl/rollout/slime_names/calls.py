@@ -31,9 +31,9 @@ class SlimeCall:
 
     def __init__(self, options: Options, tokenizer: Tokenizer, call: CustomCall, asked: Sample) -> None:
         """Create one, which is that of this task from now on."""
-        router = Router.of(call.base_url, call.api_key)
+        router = Router.from_base_url(call.base_url, call.api_key)
         ROUTER.set(router)
-        EACH.set(call.each)
+        EACH.set(call.n_samples_per_prompt)
         self._options = options
         self._asked = asked
         self._key = call.reward_key
@@ -72,7 +72,7 @@ def _text(options: Options, tokenizer: Tokenizer, asked: Sample) -> Any:
     """The prompt as slime has it: with --apply-chat-template the text that the model reads."""
     if not options.apply_chat_template:
         return asked.prompt
-    text = tokenizer.spelled(asked.tokens)
+    text = tokenizer.decode_text(asked.tokens)
     if np.array_equal(tokenizer.encode([text])[0], asked.tokens):
         return text
     messages = asked.prompt if isinstance(asked.prompt, list) else [{"role": "user", "content": asked.prompt}]

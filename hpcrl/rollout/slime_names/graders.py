@@ -34,7 +34,10 @@ async def async_rm(args: Any, sample: Any, **more: Any) -> Any:
     found = [await _grade(word, args, sample) for word in words]
     if len(found) == 1 and words[0].weight == 1:
         return found[0]
-    return sum(word.weight * _number(value) for word, value in zip(words, found, strict=True))
+    return sum(
+        word.weight * float(value["score"] if isinstance(value, dict) else value)
+        for word, value in zip(words, found, strict=True)
+    )
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Any], **more: Any) -> Any:
@@ -60,10 +63,6 @@ async def _grade(word: Any, args: Any, sample: Any) -> Any:
         text = "" if content is None else getattr(module, "boxed", str)(content)
         sample = _shown(text, sample.label, sample.metadata, sample.prompt)
     return await settled(module.reward(args, sample))
-
-
-def _number(value: Any) -> float:
-    return float(value["score"] if isinstance(value, dict) else value)
 
 
 def _shown(response: str, label: Any, metadata: Any = None, prompt: Any = "") -> Any:

@@ -54,7 +54,7 @@ class Router:
     port: RouterPort
 
     @classmethod
-    def of(cls, base_url: str, key: str) -> Router:
+    def from_base_url(cls, base_url: str, key: str) -> Router:
         """That of an endpoint's base_url."""
         parts = urlsplit(base_url)
         host = str(parts.hostname)
@@ -99,14 +99,14 @@ async def post(
     own = router.own(url) if router is not None else ""
     if own:
         return await retry_async(
-            lambda: _ask(own, "post", payload, headers),
+            lambda: _request(own, "post", payload, headers),
             passing=aiohttp.ServerDisconnectedError,
             deadline=Deadline(60.0),
             pauses=Pauses(AGAIN, AGAIN),
             attempts=2,
         )
     return await retry_async(
-        lambda: _ask(url, action, payload, headers),
+        lambda: _request(url, action, payload, headers),
         passing=Exception,
         deadline=Deadline(LONGEST),
         pauses=Pauses(AGAIN, AGAIN),
@@ -117,14 +117,14 @@ async def post(
 async def get(url: str) -> Any:
     """The JSON at a URL."""
     router = ROUTER.get()
-    return await _ask((router.own(url) if router is not None else "") or url, "get", None, None)
+    return await _request((router.own(url) if router is not None else "") or url, "get", None, None)
 
 
 def init_http_client(args: Any) -> None:
     """Nothing: there is a client whenever one is needed."""
 
 
-async def _ask(url: str, action: str, payload: Any, headers: Mapping[str, str] | None) -> Any:
+async def _request(url: str, action: str, payload: Any, headers: Mapping[str, str] | None) -> Any:
     loop = asyncio.get_running_loop()
     if loop not in _sessions or _sessions[loop].closed:
         _sessions[loop] = aiohttp.ClientSession(

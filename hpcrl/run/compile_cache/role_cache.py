@@ -118,7 +118,7 @@ class KeptCode:
         self.variables = compile_caches(base, spare, self.where.here if self.where else None)
         if self.where:
             self.variables |= {name: value for name, value in ALSO.items() if name not in base}
-            self._noted(self._begin)
+            self._noted(self._restore)
 
     def watch(self, compiled: bool = False) -> None:
         """Have a thread look for new code, and pack it.
@@ -170,7 +170,7 @@ class KeptCode:
             return False
         return True
 
-    def _begin(self) -> None:
+    def _restore(self) -> None:
         assert self.where
         here = self.where.here
         self._used = use(here)

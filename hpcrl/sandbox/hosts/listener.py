@@ -51,7 +51,7 @@ def open_door(outside: str) -> socket.socket:
         raise OSError(errno.EPERM, "it has no network namespace of its own (a setting of the site's?)")
     door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     for _, name in socket.if_nameindex():
-        flags = _flags(door, name)
+        flags = int(_REQUEST.unpack(_ask(door, _GET_FLAGS, name, 0))[1])
         if name != "lo" and flags & _UP:
             raise OSError(errno.EPERM, f"it has a network besides its loopback: {name}")
         if name == "lo" and not flags & _UP:
@@ -64,10 +64,6 @@ def open_door(outside: str) -> socket.socket:
     door.bind(("127.0.0.1", PORT))
     door.listen(WAITING)
     return door
-
-
-def _flags(door: socket.socket, name: str) -> int:
-    return int(_REQUEST.unpack(_ask(door, _GET_FLAGS, name, 0))[1])
 
 
 def _ask(door: socket.socket, request: int, name: str, flags: int) -> bytes:

@@ -82,7 +82,7 @@ class CompleteStep:
     step: Step
     holders: tuple[int, ...]
 
-    def of(self, holder: int, parts: Sequence[Part]) -> list[Part]:
+    def parts_from(self, holder: int, parts: Sequence[Part]) -> list[Part]:
         """Those of its parts that `holder` is to bring, out of what it has found."""
         return [part for part in parts if part.step == self.step and self.holders[part.rank] == holder]
 

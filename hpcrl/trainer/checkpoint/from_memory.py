@@ -104,7 +104,7 @@ def _write(
     """Write it as a checkpoint; collective."""
     final = save_load.step(checkpoints, newest.step[0])
     staging = save_load.prepare(final, ranks)
-    mine = newest.of(ranks.rank, found[ranks.rank])
+    mine = newest.parts_from(ranks.rank, found[ranks.rank])
 
     def bring() -> None:
         for part in mine:

@@ -1,8 +1,8 @@
 """Copies of the trainer's state in the memory of hosts, between checkpoints on disk (--non-persistent-save-interval).
 
     copies = MemoryCopies(...)
-    copies.begin(position)      # after a step: the state as it is now; a forked process writes it
-    copies.look()               # now and then: what each rank has written goes to its partner's host
+    copies.start_copy(position) # after a step: the state as it is now; a forked process writes it
+    copies.advance()            # now and then: what each rank has written goes to its partner's host
     copies.settle(rollouts)     # before a step is recorded after which the next copy is due: the last one is done
 
 A copy is a checkpoint as `save_load.py` writes it, whose files lie in /dev/shm: each rank's own on its host, and once
@@ -140,11 +140,11 @@ class MemoryCopies:
         """Take a copy, if one is due after so many rollouts."""
         if self._interval and position.rollout_id % self._interval == 0:
             with self._timed():
-                self.begin(position)
+                self.start_copy(position)
 
-    def begin(self, position: Position) -> bool:
+    def start_copy(self, position: Position) -> bool:
         """Take a copy, unless one is on its way still; whether it was begun."""
-        self._look()
+        self._advance()
         if self._pending is not None:
             return False
         directory = copy_files.part_directory(self._copies, position.rollout_id, self._ranks.rank)
@@ -166,14 +166,14 @@ class MemoryCopies:
             self._drop(position.rollout_id)
         return self._pending is not None
 
-    def look(self) -> bool:
+    def advance(self) -> bool:
         """Do what is to be done next for the copy that is on its way, if all ranks are ready for it.
 
         Returns:
             Whether one is on its way still.
         """
         with self._timed():
-            self._look()
+            self._advance()
         return self._pending is not None
 
     def settle(self, rollouts: int) -> None:
@@ -209,11 +209,11 @@ class MemoryCopies:
         while (pending := self._pending) is not None:
             sending = bool(pending.threads)
             pending.wait(deadline)
-            self._look()
+            self._advance()
             if self._pending is pending and sending == bool(pending.threads):  # a rank has not done its part
                 return
 
-    def _look(self) -> None:
+    def _advance(self) -> None:
         if (pending := self._pending) is None:
             return
         busy = torch.tensor([pending.busy()], dtype=torch.int32, device=device())
@@ -222,7 +222,7 @@ class MemoryCopies:
             return
         done = pending.threads or None
         following = self._guarded(
-            pending.position.rollout_id, lambda: self._end(pending) if done else self._hand(pending)
+            pending.position.rollout_id, lambda: self._finish_copy(pending) if done else self._hand(pending)
         )
         self._pending = None if done or following is None else pending
         if following is None:
@@ -290,7 +290,7 @@ class MemoryCopies:
         assert group is not None  # there are no senders on one host
         return lambda: copy_files.receive_part(self._copies, source, group)
 
-    def _end(self, pending: PendingCopy) -> PendingCopy:
+    def _finish_copy(self, pending: PendingCopy) -> PendingCopy:
         """All ranks have it in both places, or one has failed; older copies go."""
 
         def told() -> None:

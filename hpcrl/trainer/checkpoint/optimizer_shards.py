@@ -58,7 +58,7 @@ def param_state(
 
 
 @torch.no_grad()
-def take(optimizer: Any, loaded: dict[int, dict[str, dict[int, torch.Tensor]]] | None) -> None:
+def load_into_optimizer(optimizer: Any, loaded: dict[int, dict[str, dict[int, torch.Tensor]]] | None) -> None:
     """Let the optimizer have what was loaded.
 
     Stands for DistributedOptimizer.load_parameter_state_from_fully_reshardable (cpu_shim.py).

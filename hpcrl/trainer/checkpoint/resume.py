@@ -89,7 +89,7 @@ def restore(
                 "name another --save; --load trains over those weights",
             )
         took = _agreed(agree(lambda: _given(options, checkpoints, own=False), ranks.rank == 0))
-        take(policy, ranks, took)
+        load_weights(policy, ranks, took)
         policy.base.digest = base_digest(policy)
         policy.base.path = str(took.path)
     if source.kind == "all":
@@ -102,7 +102,7 @@ def restore(
         return Position(record.rollout_id, record.version, record.data), said, took
     if policy.lora is not None:
         return Position(), f"took the weights of {took.path}, and {begin_adapter(policy, options)}", took
-    take(policy, ranks, source)
+    load_weights(policy, ranks, source)
     return Position(), f"took the weights of {source.path}", source
 
 
@@ -147,7 +147,7 @@ def find_teacher(options: Options, ranks: Ranks) -> WeightSource:
 def fill_modules(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
     """Fill the modules, and neither the optimizer nor layers that predict further tokens, of which log-probs take
     nothing; collective."""
-    take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, source, heads=False)
+    load_weights(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, source, heads=False)
 
 
 def find_weights(directory: str, flag: str, ranks: Ranks) -> WeightSource:
@@ -159,7 +159,7 @@ def find_weights(directory: str, flag: str, ranks: Ranks) -> WeightSource:
     return _agreed(agree(lambda: _at(Path(directory), None, flag) or _nothing(flag, directory), ranks.rank == 0))
 
 
-def take(policy: Policy, ranks: Ranks, source: WeightSource, heads: bool = True) -> None:
+def load_weights(policy: Policy, ranks: Ranks, source: WeightSource, heads: bool = True) -> None:
     """The weights of a torch_dist checkpoint or a Hugging Face directory into the policy; collective.
 
     Args:

@@ -96,7 +96,7 @@ def save(
     final = step(directory, position.rollout_id)
     if is_latest(final):  # a run stopped right after a save: nothing has changed since
         return final
-    with told(final):
+    with name_checkpoint_in_error(final):
         staging = prepare(final, ranks)
         write(everything(policy, ranks, position), staging)
         also(staging)
@@ -113,7 +113,7 @@ def is_latest(final: Path) -> bool:
 
 
 @contextlib.contextmanager
-def told(final: Path) -> Iterator[None]:
+def name_checkpoint_in_error(final: Path) -> Iterator[None]:
     """Let an error, of all ranks or of this one alone, name the checkpoint that was not saved."""
     try:
         yield

@@ -75,7 +75,7 @@ class Saver:
         """
         self.finish()
         if self.options.async_save and not wait:
-            return self._begin(position)
+            return self._start_save(position)
         path = save_load.save(self.policy, self.ranks, self.directory, position, self.run_id, self.also)
         self._prune()
         return path
@@ -117,11 +117,11 @@ class Saver:
         agree(wait)
         return self._commit()
 
-    def _begin(self, position: Position) -> Path:
+    def _start_save(self, position: Position) -> Path:
         final = save_load.step(self.directory, position.rollout_id)
         if save_load.is_latest(final):
             return final
-        with save_load.told(final):
+        with save_load.name_checkpoint_in_error(final):
             staging = save_load.prepare(final, self.ranks)
             self.also(staging)
             state = save_load.everything(self.policy, self.ranks, position)
@@ -133,7 +133,7 @@ class Saver:
     def _commit(self) -> Path:
         pending = self.pending
         self.pending = None
-        with save_load.told(pending.final):
+        with save_load.name_checkpoint_in_error(pending.final):
             agree(pending.writer.hand_over if pending.writer else lambda: None)
             for finalize in pending.finalize:  # gathers what was written where, and writes .metadata
                 agree_in_step(finalize)

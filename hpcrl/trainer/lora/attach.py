@@ -84,7 +84,7 @@ def _adapter(
         if expert
         else parallel_state.get_tensor_model_parallel_group()
     )
-    shapes = Shapes.of(vars(module.config), 0, ranks.etp_size if expert else ranks.tp_size)
+    shapes = Shapes.from_config(vars(module.config), 0, ranks.etp_size if expert else ranks.tp_size)
     return Adapter(matrix, settings, module.config, weight, group, shapes)
 
 

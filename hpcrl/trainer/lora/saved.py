@@ -130,7 +130,7 @@ def base_digest(policy: Policy) -> str:
 
     Made of the sum of all numbers' bits (as fp32) and of the sum of their squares, tensor by tensor.
     """
-    base = replace(policy.of("model"), heads=0)
+    base = replace(policy.with_part("model"), heads=0)
     mine = own_parameters(base)
     rank = policy.ranks.rank
     table = held_table(base)

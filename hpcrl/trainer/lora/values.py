@@ -1,6 +1,6 @@
 """An adapter's first values, or those of files; and which are its.
 
-    begin(policy, seed)                    # PEFT's: A uniform within 1 / root of the columns, B zero
+    init_adapter(policy, seed)             # PEFT's: A uniform within 1 / root of the columns, B zero
     fill(policy, {"model.layers.0.self_attn.q_proj.lora_A.weight": tensor, ...})
 
 First values are those of kaiming_uniform with a = root of 5, as PEFT's.  They are drawn matrix by matrix, by seed and
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def begin_adapter(policy: Policy, options: Options) -> str:
     """Give a new run's adapter its values; what they are, in words.  Collective."""
     if options.lora_adapter_path is None:
-        begin(policy, options.seed)
+        init_adapter(policy, options.seed)
         return "begins with a new adapter"
     from hpcrl.models.lora.peft import read_adapter
 
@@ -46,7 +46,7 @@ def begin_adapter(policy: Policy, options: Options) -> str:
 
 
 @torch.no_grad()
-def begin(policy: Policy, seed: int) -> None:
+def init_adapter(policy: Policy, seed: int) -> None:
     """PEFT's first values, the same in every layout."""
     for adapter, shapes in _adapters(policy):
         adapter.lora_B.zero_()
@@ -128,4 +128,4 @@ def _check(matrices: list[AdaptedMatrix], tensors: Mapping[str, torch.Tensor], s
 def _adapters(policy: Policy) -> Iterator[tuple[Adapter, Shapes]]:
     for module in policy.modules:
         for _, adapter in adapters_of(module):
-            yield adapter, Shapes.of(vars(policy.config), policy.vocab_size, adapter.group.size())
+            yield adapter, Shapes.from_config(vars(policy.config), policy.vocab_size, adapter.group.size())

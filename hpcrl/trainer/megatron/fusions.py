@@ -85,7 +85,7 @@ def choose_fusions(
     """
     why = {ROPE: _no_rope(model, machine)}
     if model.get("num_moe_experts"):
-        why[PERMUTE] = _no_permute(machine)
+        why[PERMUTE] = _no_kernel(machine, kernels.PERMUTE, "Transformer Engine 2.1 or later has it")
         why[ROUTER] = _no_router(given, bool(model.get("moe_router_enable_expert_bias")), machine, replay)
     local = given.get("transformer_impl") == "local" or not machine.engine
     why[GRADIENTS] = _no_gradients(machine, local)
@@ -119,10 +119,6 @@ def _no_rope(model: Mapping[str, Any], machine: Machine) -> str:
             "(Megatron-core 0.19 with Transformer Engine 2.3 can)"
         )
     return ""
-
-
-def _no_permute(machine: Machine) -> str:
-    return _no_kernel(machine, kernels.PERMUTE, "Transformer Engine 2.1 or later has it")
 
 
 def _no_router(given: Mapping[str, Any], biased: bool, machine: Machine, replay: str) -> str:

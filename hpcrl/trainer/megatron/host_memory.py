@@ -112,7 +112,7 @@ class HostWeights:
         return self._average or self._host
 
     @torch.no_grad()
-    def take(self, values: Mapping[str, torch.Tensor]) -> None:
+    def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Become what `stored` gave."""
         for name, value in values.items():
             self._host[name].copy_(value)

@@ -32,7 +32,7 @@ from megatron.core.transformer.module import Float16Module
 
 from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import load_own, spelled
+from hpcrl.config.plugin_points import load_own, option_text
 from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_steps, warmup_steps
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.models.family import Config, Family, Rule, check_spec, find_family
@@ -89,7 +89,7 @@ class Policy:
     part: Part = "model"
     base: BaseIdentity = field(default_factory=BaseIdentity)
 
-    def of(self, part: Part) -> Policy:
+    def with_part(self, part: Part) -> Policy:
         """The same, to be read, written or sent of that part."""
         return replace(self, part=part)
 
@@ -101,7 +101,7 @@ class Policy:
     @property
     def trained(self) -> Policy:
         """What changes in training: the adapters where there are any."""
-        return self if self.lora is None else self.of("adapter")
+        return self if self.lora is None else self.with_part("adapter")
 
     @cached_property
     def matrices(self) -> list[AdaptedMatrix]:
@@ -257,7 +257,7 @@ def _module(
 
     if (path := options.custom_model_provider_path) is None:
         return build().to(ranks.device)
-    shown = f"{spelled(PROVIDER)} {path}"
+    shown = f"{option_text(PROVIDER)} {path}"
     made = guarded(load_own(PROVIDER, path), shown)(options, config, build, **ends, vp_stage=stage)
     if not isinstance(made, GPTModel):
         raise HpcrlError(

@@ -179,7 +179,7 @@ def own_parameters(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
 def shapes_of(policy: Policy, rule: Rule) -> Shapes:
     ranks = policy.ranks
     parts = ranks.tp_size if rule.expert is None else ranks.etp_size
-    return Shapes.of(vars(policy.config), policy.vocab_size, parts)
+    return Shapes.from_config(vars(policy.config), policy.vocab_size, parts)
 
 
 def some_of(items: list[str], between: str = ", ") -> str:

@@ -144,7 +144,7 @@ def pack(
     rows = np.asarray(rows, np.int64)
     lengths = batch.rows["length"][rows].astype(np.int64)
     padded = _padded(lengths, ranks, sequence_parallel)
-    bounds = _offsets(padded)
+    bounds = np.concatenate([[0], np.cumsum(padded)])
     tokens = np.zeros(int(bounds[-1]), np.int64)
     real = _spans(bounds[:-1], lengths)
     of_batch = _spans(batch.token_offsets[rows], lengths)
@@ -234,10 +234,6 @@ def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np
     kept = batch.loss_mask[source] != 0
     sample = np.repeat(np.arange(len(rows)), response)[kept]
     return _spans(ends - response - 1, response)[kept], sample, source[kept]
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

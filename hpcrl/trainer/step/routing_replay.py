@@ -110,7 +110,7 @@ class Tables:
     most: int = 4
     _held: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def of(self, number: int, layer: int) -> torch.Tensor:
+    def rows_of(self, number: int, layer: int) -> torch.Tensor:
         """Integers [rows, experts a token] of a layer in micro-batch `number`."""
         held = self._held.pop(number, None)
         if held is None:
@@ -175,7 +175,7 @@ class Chooser:
         if self._record:
             self._tables.batches[number].choices.put(self.layer, own)
             return values, own
-        given = self._tables.of(number, self.layer)
+        given = self._tables.rows_of(number, self.layer)
         if given.shape != own.shape:
             raise HpcrlError(
                 f"routing replay: experts of {list(given.shape)} for a router that chooses {list(own.shape)}"

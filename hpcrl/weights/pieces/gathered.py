@@ -1,7 +1,7 @@
 """--weight-update gathered as a plan of pieces: rank 0 alone sends, and holds every tensor whole.
 
     source = GatheredSource(host)
-    source.begin(ranks, stream)            # an update: `stream` collects whole tensors on rank 0
+    source.start_update(ranks, stream)     # an update: `stream` collects whole tensors on rank 0
     source.describe(); source.join(command, plan); source.prepare(); source.send(False)
 
 Rank 0 packs pieces out of the stream as it comes.  Where all of them lie in one round, as on one host, it does that
@@ -80,7 +80,7 @@ class GatheredSource:
         self.sender: PieceSender | None = None
         self.values: StreamedValues | None = None
 
-    def begin(self, ranks: Source, stream: Stream) -> None:
+    def start_update(self, ranks: Source, stream: Stream) -> None:
         """A new update.
 
         Args:
@@ -92,7 +92,7 @@ class GatheredSource:
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         """Every tensor, held by rank 0 alone."""
-        assert self._ranks is not None, "begin() comes first"
+        assert self._ranks is not None, "start_update() comes first"
         held, hosts = self._ranks.describe()
         parts = {tensor.shape: (whole(tensor.shape, (0,)),) for tensor in held.values()}
         return {name: HeldTensor(tensor.shape, parts[tensor.shape]) for name, tensor in held.items()}, hosts[:1]

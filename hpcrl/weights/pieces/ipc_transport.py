@@ -73,7 +73,7 @@ class ExportedMemory:
     memory: DeviceMemory
     block: Block | None = None
 
-    def take(self, size: int) -> Block:
+    def allocate(self, size: int) -> Block:
         """At least `size` bytes."""
         if self.block is None or self.block.buffer.numel() < size:
             self.block = self.memory.allocate(size)
@@ -116,7 +116,7 @@ class IpcTransport(DeviceTransport):
 
     def allocate(self, size: int) -> IpcMessageMemory:
         memory = self.exported_memory.memory
-        block = self.exported_memory.take(size)
+        block = self.exported_memory.allocate(size)
         name = base64.b64encode(memory.name(block)).decode()
         wire = Exported(name, block.buffer.numel(), memory.place)
         return IpcMessageMemory(block.buffer[:size], msgspec.to_builtins(wire))

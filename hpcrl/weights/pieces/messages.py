@@ -77,7 +77,7 @@ class MessageTable:
     half: np.ndarray
 
     @classmethod
-    def of(cls, pieces: np.ndarray) -> MessageTable:
+    def from_pieces(cls, pieces: np.ndarray) -> MessageTable:
         """The table of some rows of a plan, in its order."""
         sizes = padded(pieces[:, NBYTES])
         begin = _starts(pieces[:, [ROUND, SENDER, DESTINATION, SOURCE]])
@@ -139,7 +139,7 @@ class PackedShards:
 
 def packed_shards(own: np.ndarray) -> list[list[PackedShards]]:
     """A rank's rounds, in order: only those in which it sends, or takes something in for its host."""
-    table = MessageTable.of(own)
+    table = MessageTable.from_pieces(own)
     rounds: list[list[PackedShards]] = []
     last = -1
     for at, number in enumerate(table.round.tolist()):
@@ -160,7 +160,7 @@ def receive_plans(
     """What each destination host is told; members: the ranks, then the workers."""
     first = plan.ranks
     tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in plan.layouts.names)
-    table = MessageTable.of(pieces_in_memory(plan))
+    table = MessageTable.from_pieces(pieces_in_memory(plan))
     pieces = list(map(tuple, np.column_stack([table.pieces[:, AREA], table.places]).tolist()))
     host_leaders = [first + destination.workers[0] for destination in plan.destinations]
     found = []

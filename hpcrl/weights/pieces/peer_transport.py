@@ -57,7 +57,7 @@ class Transfer:
         """Its tensor, once it has ended.  DeadlineError or PeerError say who did not take part."""
         with named(self.what, self.seconds):
             try:
-                (self._wait_apart if self.apart else self._end)()
+                (self._wait_apart if self.apart else self._finish)()
             except RuntimeError as error:
                 if self.left.is_set():
                     raise RuntimeError("a member left") from error
@@ -65,13 +65,13 @@ class Transfer:
         return self.tensor
 
     def _wait_apart(self) -> None:
-        ending = in_thread(self._end)
+        ending = in_thread(self._finish)
         while wait([ending], timeout=GLANCE).not_done:
             if self.left.is_set():
                 raise RuntimeError("a member left")
         ending.result()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self.work.wait(timedelta(seconds=self.seconds))
 
 
@@ -188,7 +188,7 @@ class PeerTransport:
         """
         self._open_group()
         if self._watch is None:
-            self._watch = threading.Thread(target=self._look, args=(self.group.watched,), daemon=True)
+            self._watch = threading.Thread(target=self._watch_peers, args=(self.group.watched,), daemon=True)
             self._watch.start()
             atexit.register(self._end_watch)
         store = self.group.store
@@ -202,7 +202,7 @@ class PeerTransport:
         finally:
             self._active.clear()
 
-    def _look(self, store: Any) -> None:
+    def _watch_peers(self, store: Any) -> None:
         """Until this member leaves: leave once another has, or the store has ended, in the middle of an update."""
         while (group := self.group.group) is not None and not self._left.wait(max(GLANCE, group.size() / MEMBERS)):
             if self._active.is_set() and has_left(store):

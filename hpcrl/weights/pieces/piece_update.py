@@ -98,7 +98,7 @@ class PieceUpdate:
             self.source = ranks
         else:
             self.source = self.gathered
-            self.gathered.begin(ranks, checked(quantized(ranks.gathered(), self.scheme)))
+            self.gathered.start_update(ranks, checked(quantized(ranks.gathered(), self.scheme)))
         self._connect(self.source)
         self.source.prepare()
         if compare and self.gathered is None:
@@ -195,7 +195,7 @@ class PieceUpdate:
         changes = self.current
         self.current = False
         body = {"method": "hpcrl_take_pieces", "args": ["changes"] if changes else []}
-        pending = self.fleet.begin("the weight update", "/collective_rpc", [body] * len(self.fleet.engines))
+        pending = self.fleet.post_all("the weight update", "/collective_rpc", [body] * len(self.fleet.engines))
         self.bytes = self._watched(source, lambda: source.send(changes), pending)
         try:
             pending.results()
@@ -248,7 +248,7 @@ class _Joining:
     def __init__(self, fleet: EngineBroadcast, bodies: list[dict[str, Any]]) -> None:
         self.fleet = fleet
         self.end = Deadline(fleet.seconds)
-        self.pending = fleet.begin(JOIN, "/collective_rpc", bodies)
+        self.pending = fleet.post_all(JOIN, "/collective_rpc", bodies)
         self.asked = self.there = False
 
     @property
@@ -268,7 +268,7 @@ class _Joining:
         if not self.there:
             self.asked = True
             body = {"method": "hpcrl_joined", "args": []}
-            self.pending = self.fleet.begin(JOIN, "/collective_rpc", [body] * len(self.fleet.engines))
+            self.pending = self.fleet.post_all(JOIN, "/collective_rpc", [body] * len(self.fleet.engines))
 
     def results(self) -> None:
         """Return once all have joined."""

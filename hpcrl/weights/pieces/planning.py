@@ -55,7 +55,7 @@ class Source(Sending, Protocol):
     def gathered(self) -> Stream:
         """Every whole tensor, valid on rank 0."""
 
-    def end(self) -> None:
+    def finish_update(self) -> None:
         """The ranks have nothing more to do in this update."""
 
     def follow(self) -> None:

@@ -69,9 +69,9 @@ def ours(case: str, folder: Path) -> list[list[Any]]:
     options = Options(**{name: value for name, value in found.values.items() if name in Options.model_fields})
     tokenizer = Tokenizer(folder)
     [word] = read_words(options.prompt_data, "--prompt-data")
-    file = read_prompts(word, ReadOptions.of(options, tokenizer), tokenizer)
+    file = read_prompts(word, ReadOptions.from_options(options, tokenizer), tokenizer)
     source = PromptSource(file, options.rollout_seed, options.rollout_shuffle)
-    taken = [group.prompt for group in source.take(EPOCHS * len(file))]
+    taken = [group.prompt for group in source.next_groups(EPOCHS * len(file))]
     return [[tokenizer.decode(prompt.tokens), prompt.label, prompt.metadata] for prompt in taken]
 
 

@@ -184,7 +184,7 @@ def test_each_is_planned(name: str, tmp_path: Path) -> None:
     config = MODELS[given(name)["model"]][1]
     family = find_family(config, name)
     options = resolved(name)
-    layout = Layout.of(options, config["num_hidden_layers"])
+    layout = Layout.from_options(options, config["num_hidden_layers"])
     terms = fullest_rank(options, family, config)
     ranks = options.world_size // layout.pp
     stages = [on_stage(family, config, layout, stage, options.megatron) for stage in range(layout.pp)]

@@ -57,7 +57,7 @@ def raises(error: Exception) -> Any:
 )
 def test_whatever_a_check_does_is_an_outcome(check: Check, result: str, said: str) -> None:
     found = try_check(check, None)
-    assert (found.result, found.said) == (result, said)
+    assert (found.result, found.text) == (result, said)
 
 
 def test_every_check_is_described() -> None:
@@ -75,7 +75,7 @@ def test_engine_checks_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         name: try_check(replace(check, work=lambda _: Outcome("passed", "")), None)
         for name, check in find_checks().items()
     }
-    skipped = {name: found.said for name, found in outcomes.items() if found.result == "skipped"}
+    skipped = {name: found.text for name, found in outcomes.items() if found.result == "skipped"}
     with_engines = ("sleep_wake", "engine_update", "large_update", "engine_logprobs", "engine_loss")
     assert skipped == dict.fromkeys(with_engines, "vllm is not installed")
 
@@ -88,16 +88,16 @@ def test_what_a_sleeping_engine_may_keep() -> None:
         return sleep_wake.judge({f"{name}_bytes": int(value * 2**30) for name, value in gib.items()})
 
     assert of(40, 1.5, 40.5).result == "passed"
-    assert of(40, 2.5, 40).said.endswith("GiB: hpcrl plan allows 2 GiB to one that sleeps")
-    assert of(40, 1.5, 41.5).said.endswith("GiB: more than before it slept")
+    assert of(40, 2.5, 40).text.endswith("GiB: hpcrl plan allows 2 GiB to one that sleeps")
+    assert of(40, 1.5, 41.5).text.endswith("GiB: more than before it slept")
 
 
 def test_check_that_ended_its_process(tmp_path: Path) -> None:
     """A check that ended its process is named."""
     results = Results(tmp_path)
-    results.begin("devices")
+    results.start_check("devices")
     results.write("devices", Outcome("passed", "x", {"n": 1}, 2.0))
-    results.begin("collectives")
+    results.start_check("collectives")
     assert results.interrupted(["devices", "collectives", "bandwidth"]) == "collectives"
     log = tmp_path / "logs" / "rank-0.log"
     log.write_text("ncclSystemError: x\n")
@@ -163,7 +163,7 @@ def test_buffer_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Skip, match="no GPU"):
         ipc.work(CheckContext(0, 1, torch.device("cpu"), Path("/")))
     found = ipc.hand_over(torch.device("cpu"), 1 << 20)
-    assert found.result == "passed" and "1 MiB read 5 times" in found.said
+    assert found.result == "passed" and "1 MiB read 5 times" in found.text
     assert found.numbers["bytes_per_second"] > 1e6 < found.numbers["own_copy_bytes_per_second"]
     plain = ipc.pattern
     monkeypatch.setattr(ipc, "pattern", lambda turn, size, device: plain(0, size, device))
@@ -172,7 +172,7 @@ def test_buffer_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "TURNS", 0)
     monkeypatch.setattr(HostMemory, "name", lambda self, block: b"\x01" * 64)
     broken = try_check(fake(lambda _: ipc.hand_over(torch.device("cpu"), 1 << 20)), None)
-    assert broken.result == "failed" and "the other process: " in broken.said
+    assert broken.result == "failed" and "the other process: " in broken.text
 
 
 # ---- on ranks
@@ -197,7 +197,7 @@ def collectives_with(broken: str) -> str:
 
     setattr(dist, broken, wrong)
     try:
-        return collectives.work(CheckContext(dist.get_rank(), 3, torch.device("cpu"), Path("/"))).said
+        return collectives.work(CheckContext(dist.get_rank(), 3, torch.device("cpu"), Path("/"))).text
     finally:
         setattr(dist, broken, plain)
         dist.destroy_process_group()

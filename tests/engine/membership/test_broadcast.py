@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.engine.membership import broadcast as module
 from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLost
-from hpcrl.engine.membership.http import Address, HttpError, ask
+from hpcrl.engine.membership.http import Address, HttpError, request_json
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.engine_files import record_end
@@ -155,7 +155,9 @@ def test_slow_health_is_not_death(rundir: RunDir, stubs: list[Stub], monkeypatch
     monkeypatch.setattr(
         module,
         "ask",
-        lambda a, method, path, seconds, body=None: ask(a, method, path, 0.1 if method == "GET" else seconds, body),
+        lambda a, method, path, seconds, body=None: request_json(
+            a, method, path, 0.1 if method == "GET" else seconds, body
+        ),
     )
     stubs += [Stub(busy, health=1.0)]
     assert fleet(rundir, stubs).post("the update", "/update_weights") == ["done"]
@@ -189,7 +191,7 @@ def test_what_a_bad_answer_says(rundir: RunDir, stubs: list[Stub], body: Any, te
 def test_the_key_is_in_no_message(stubs: list[Stub]) -> None:
     stubs += [Stub(lambda *_: (401, {"error": "no"}))]
     with pytest.raises(HttpError) as caught:
-        ask(stubs[0].address, "POST", "/x", 5)
+        request_json(stubs[0].address, "POST", "/x", 5)
     assert KEY not in str(caught.value) + repr(stubs[0].address)
     assert caught.value.status == 401
 

@@ -18,7 +18,7 @@ from hpcrl.launch import batch_run
 from hpcrl.launch.attempts import attempt, host_processes
 from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.host_processes import HeldHosts
-from hpcrl.launch.job import RunJob, held
+from hpcrl.launch.job import RunJob, hold_run
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host
 from hpcrl.run.heartbeat import Silent
@@ -31,7 +31,7 @@ from tests.launch.test_host import TimeLimitWatcher
 def test_second_signal_interrupts(tmp_path: Path) -> None:
     """A second signal ends at once with the status of an interruption."""
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     publish(rundir, TrainerPeer(start=0, total=5))
     with pytest.raises(Interrupted, match="ended at once") as caught:
         attempt._watch([], [], Options(), rundir, StopRequest(requests=2), lambda: None)
@@ -62,7 +62,7 @@ def test_file_system_that_fails_as_an_attempt_begins(tmp_path: Path, monkeypatch
     def stale(_: RunDir) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(RunDir, "begin", stale)
+    monkeypatch.setattr(RunDir, "make_attempt", stale)
     with pytest.raises(HpcrlError, match="attempt 0 of.*Stale file handle"):
         attempt.run_attempt(Options(), None, "id", rundir, StopRequest(), lambda: None, HeldHosts(), 0)  # type: ignore[arg-type]
     assert not HeldHosts(members=[SimpleNamespace(status=None, expendable="")]).pause(rundir, lambda: None)  # type: ignore[list-item]
@@ -74,7 +74,7 @@ def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(attempt, "time", clock)
     monkeypatch.setattr(deadline, "time", clock)
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     log = tmp_path / "host.log"
     log.write_text("10:00:00 error: on node1: rollout-0 ended with exit code 1; it says: the file system is full\n")
     ended = SimpleNamespace(
@@ -189,7 +189,7 @@ def test_lost_host_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rundir = RunDir.create(tmp_path / "run")
     job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
     (rundir.root / "options.json").write_text("{}")
-    rundir.begin()
+    rundir.make_attempt()
 
     def ended(*_: Any, **__: Any) -> int:
         rundir.fail("trainer", 0, "RuntimeError: Connection closed by peer [10.0.0.2]:1234")
@@ -225,7 +225,7 @@ def test_failed_heartbeat_write_is_not_a_hang(
 
     monkeypatch.setattr(attempt, "write_obstacle", lambda directory: disk)
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     with pytest.raises(PeerError, match=said):
         attempt._check_hosts(Heard(), ["node1"], 20.0, rundir)  # type: ignore[arg-type]
 
@@ -265,7 +265,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     rewind_run(job, 2)
     assert tracker.read_text() == "2" and (rundir.checkpoints / "iter_0000004").is_dir(), "nothing is removed"
     assert (rundir.checkpoints / "ckpt_step.txt").read_text() == "2", "no other is taken for it"
-    with held(rundir.root), pytest.raises(UsageError, match="in use by process"):
+    with hold_run(rundir.root), pytest.raises(UsageError, match="in use by process"):
         rewind_run(job, 4)
 
 

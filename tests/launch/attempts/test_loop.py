@@ -65,7 +65,7 @@ class Job:
 
     def _attempt(self, options: Any, backend: Any, run_id: str, rundir: RunDir, *more: Any) -> Summary:
         if rundir.attempt:
-            rundir.begin()
+            rundir.make_attempt()
         self.begun.append((rundir.attempt, self.held.carried is not None))
         self.held.members, self.held.carried = [SimpleNamespace(status=None)], None  # type: ignore[list-item]
         publish(rundir, TrainerPeer(start=rundir.attempt, total=9))
@@ -90,7 +90,7 @@ class Job:
             lambda rundir: None,
             leave,
         )
-        return StageAttempts(*given, held=self.held).run(self.rundir)
+        return StageAttempts(*given, hosts=self.held).run(self.rundir)
 
 
 def killed(*_: Any) -> str:
@@ -176,14 +176,14 @@ def test_a_run_without_headway_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPa
         job.run(attempts=99)
     assert len(job.begun) == FRUITLESS + 1
     once = RunDir.create(rundir.root.parent / "once")
-    once.begin()
+    once.make_attempt()
     job = Job(once, monkeypatch, [resumed] * 99)
     with pytest.raises(PeerError, match="killed"):
         job.run(attempts=99)
     assert len(job.begun) == FRUITLESS + 1, "that a later attempt begins at the only checkpoint is none"
     for name, fails in (("saves", checkpoint), ("copies", copied)):
         later = RunDir.create(rundir.root.parent / name)
-        later.begin()
+        later.make_attempt()
         job = Job(later, monkeypatch, [fails] * 9)
         assert job.run(attempts=99).attempt == 9
 
@@ -235,7 +235,7 @@ def test_a_lost_host_explains_an_error_of_a_rank(rundir: RunDir, monkeypatch: py
         job.run(lambda *_: next(faults), spares=1)
     assert [number for number, _ in job.begun] == [0, 1] and job.left_out == [LOST]
     later = RunDir.create(rundir.root.parent / "settings")
-    later.begin()
+    later.make_attempt()
     job = Job(later, monkeypatch, [lambda *_: "UsageError"])
     with pytest.raises(PeerError):
         job.run(lambda *_: HostFault("node1 was lost", (LOST,)), spares=1)
@@ -255,7 +255,7 @@ def test_what_cannot_be_killed_costs_its_host(rundir: RunDir, monkeypatch: pytes
     """Where another takes its place; else no attempt begins on top of it."""
     for spares in (1, 0):
         rundir = RunDir.create(rundir.root.parent / f"spares-{spares}")
-        rundir.begin()
+        rundir.make_attempt()
         job = Job(rundir, monkeypatch, [killed])
         job.held.hosts = list(HOSTS[: 2 + spares])
         job.held.stuck = {"node0": "on node0 process 7 cannot be killed"}
@@ -271,15 +271,15 @@ def test_stop_between_two_attempts(rundir: RunDir, monkeypatch: pytest.MonkeyPat
     """Nothing begins after it, and it counts as a stop; a run that was to save, and failed, has failed."""
 
     def asked(_: RunDir, stop: StopRequest) -> str:
-        stop.ask("hpcrl stop")
+        stop.request_stop("hpcrl stop")
         return ""
 
     job = Job(rundir, monkeypatch, [killed])
     with pytest.raises(Stopped, match="hpcrl stop.*killed"):
-        job.run(lambda *_: job.stop.ask("hpcrl stop") or HostFault())
+        job.run(lambda *_: job.stop.request_stop("hpcrl stop") or HostFault())
     assert job.begun == [(0, False)] and job.ended == [0]
     later = RunDir.create(rundir.root.parent / "saves")
-    later.begin()
+    later.make_attempt()
     with pytest.raises(PeerError, match="killed"):
         Job(later, monkeypatch, [asked]).run()
 
@@ -293,6 +293,6 @@ def test_disk_that_is_full_for_a_moment(rundir: RunDir, monkeypatch: pytest.Monk
     monkeypatch.setattr(loop, "write_obstacle", lambda path: "No space left")
     monkeypatch.setattr(loop, "DISK", 0.0)
     later = RunDir.create(rundir.root.parent / "full")
-    later.begin()
+    later.make_attempt()
     with pytest.raises(PeerError):
         Job(later, monkeypatch, [killed]).run()

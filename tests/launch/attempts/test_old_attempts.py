@@ -21,7 +21,7 @@ HOSTS = 3
 def leave(root: Path, number: int) -> RunDir:
     """An attempt on HOSTS hosts that is over, with what its processes left."""
     rundir = RunDir(root, number)
-    rundir.begin()
+    rundir.make_attempt()
     places = tuple(Location(f"node{host}", (0,), "127.0.0.1", "lo") for host in range(HOSTS))
     write_atomic(rundir.plan_file, msgspec.json.encode(Plan("x", number, places, (), places[0])))
     for host in range(HOSTS):

@@ -81,7 +81,7 @@ def test_an_engine_is_found_where_it_was(rundir: RunDir) -> None:
     publish(rundir, EnginePeer(host="a", port=4711, incarnation=0), 0)
     publish(rundir, EnginePeer(host="d", port=4712, incarnation=0), 2)
     later = RunDir(rundir.root, rundir.attempt + 1)
-    later.begin()
+    later.make_attempt()
     hand_over(rundir, later, CarriedOver(engines={0: 0}, begin={2: 1}))
     assert find(later, EnginePeer, 0) == find(rundir, EnginePeer, 0) and find(later, EnginePeer, 2) is None
     assert read_carried(later) == CarriedOver(engines={0: 0}, begin={2: 1}) and read_carried(rundir) == CarriedOver()

@@ -103,7 +103,7 @@ def begun(tmp_path: Path) -> RunDir:
     rundir = RunDir.create(tmp_path / "run")
     write_recipe_file(rundir.root, RecipeFile("a1b2", str(tmp_path / "r.toml"), {}), "")
     (rundir.root / "options.json").write_text("{}")
-    rundir.begin()
+    rundir.make_attempt()
     write_state(rundir.root, JobState("saving", time.time()))
     return rundir
 

@@ -12,7 +12,17 @@ from hpcrl.cli.main import main
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.slurm import squeue
 from hpcrl.launch.slurm.batch_process import job_number
-from hpcrl.launch.slurm.squeue import ENDINGS, NEVER, REASONS, WAITING, ask, look, remembered, together, worst
+from hpcrl.launch.slurm.squeue import (
+    ENDINGS,
+    NEVER,
+    REASONS,
+    WAITING,
+    query_jobs,
+    query_squeue,
+    remembered,
+    together,
+    worst,
+)
 from hpcrl.run.job_files import JobStateFile
 from hpcrl.run.queued_job import JobKey, QueueAnswer
 from tests.support.rundirs import NOW, FakeSlurm, make, row, submitted
@@ -53,8 +63,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def test_squeue_is_understood(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm.command("squeue", REAL)
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")  # a user's settings must not change what we read
-    answer = ask(["1000", "1002", "1003", "1004", "nonsense"])
-    assert (answer.asked, answer.note, sorted(answer.found)) == (True, "", ["1000", "1002", "1003", "1004"])
+    answer = query_squeue(["1000", "1002", "1003", "1004", "nonsense"])
+    assert (answer.complete, answer.note, sorted(answer.found)) == (True, "", ["1000", "1002", "1003", "1004"])
     whole = together(answer.found["1000"])
     assert (whole.word, whole.nodes, whole.start, whole.ends) == ("RUNNING", 3, 1795256920.0, 1795257220.0)
     assert together(answer.found["1002"]).never
@@ -80,14 +90,14 @@ def test_sacct_is_understood(slurm: FakeSlurm) -> None:
 def test_failed_component_is_shown(slurm: FakeSlurm) -> None:
     """A failed component says more than the leader."""
     slurm.command("squeue", row("5+0", "COMPLETED") + row("5+1", "NODE_FAIL"))
-    assert together(ask(["5"]).found["5"]).word == "NODE_FAIL"
-    assert together(ask(["5"]).found["5"]).cause
+    assert together(query_squeue(["5"]).found["5"]).word == "NODE_FAIL"
+    assert together(query_squeue(["5"]).found["5"]).cause
 
 
 def test_task_of_an_array(slurm: FakeSlurm) -> None:
     """SLURM_JOB_ID of array task 123_4 is a number that squeue's first column does not show."""
     slurm.command("squeue", row("123_4", raw="127"))
-    assert list(ask(["127"]).found) == ["127"]
+    assert list(query_squeue(["127"]).found) == ["127"]
 
 
 def test_tasks_are_told_apart_by_number(slurm: FakeSlurm) -> None:
@@ -105,7 +115,7 @@ def test_tasks_are_told_apart_by_number(slurm: FakeSlurm) -> None:
         + row("77_1", raw="80", comment="hpcrl:another"),
     )
     by_job, of_array = JobKey("78", "id-0", 0.0), JobKey("77", "id-0", 0.0)
-    jobs = look([*keys, by_job, of_array]).jobs
+    jobs = query_jobs([*keys, by_job, of_array]).jobs
     assert [jobs[key].phase for key in keys] == ["running", "gone", "pending"] and jobs[keys[1]].foreign
     assert jobs[keys[2]].reason.startswith("waits for other tasks")
     assert jobs[by_job].phase == "running" and jobs[of_array].phase == "gone", "which has not begun"
@@ -115,7 +125,7 @@ def test_tasks_are_told_apart_by_number(slurm: FakeSlurm) -> None:
 
 def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: FakeSlurm) -> None:
     slurm.command("squeue", "", 1, "slurm_load_jobs error: Invalid job id specified")
-    assert ask(["77"]) == squeue.QueueRows(asked=True)
+    assert query_squeue(["77"]) == squeue.QueueRows(complete=True)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +133,7 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: FakeSlurm) -> None:
 )
 def test_garbage_is_no_job(slurm: FakeSlurm, damage: str) -> None:
     slurm.command("squeue", damage)
-    assert ask(["7"]).found == {}
+    assert query_squeue(["7"]).found == {}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +158,9 @@ def test_reasons_in_plain_words(reasons: list[str], words: str, never: bool) -> 
 @pytest.mark.parametrize("state", [*WAITING, *ENDINGS, "RUNNING", "COMPLETING", "SOMETHING_NEW"])
 def test_states_in_hpcrls_words(slurm: FakeSlurm, state: str) -> None:
     slurm.command("squeue", row("5", state, "None"))
-    found = together(ask(["5"]).found["5"])
+    found = together(query_squeue(["5"]).found["5"])
     assert found.phase == ("pending" if state in WAITING else "ended" if state in ENDINGS else "running")
-    assert bool(found.outcome) == found.over == (state in ENDINGS) and found.begun == (state != "PENDING")
+    assert bool(found.outcome) == found.over == (state in ENDINGS) and found.started == (state != "PENDING")
     assert (
         found.reason
         or state in ("CONFIGURING", "RUNNING", "COMPLETING", "SOMETHING_NEW")
@@ -163,9 +173,9 @@ def test_partly_ended_job_is_not_over(slurm: FakeSlurm) -> None:
     slurm.command(
         "squeue", row("5+0", "FAILED") + row("5+1", "COMPLETING") + row("6+0", "PENDING") + row("6+1", "RUNNING")
     )
-    failed, half = (together(rows) for rows in ask(["5", "6"]).found.values())
+    failed, half = (together(rows) for rows in query_squeue(["5", "6"]).found.values())
     assert (failed.phase, failed.outcome, failed.over) == ("ended", "failed", False)
-    assert (half.phase, half.begun) == ("pending", True)
+    assert (half.phase, half.started) == ("pending", True)
 
 
 def test_one_query_for_many_jobs(slurm: FakeSlurm) -> None:
@@ -174,12 +184,12 @@ def test_one_query_for_many_jobs(slurm: FakeSlurm) -> None:
                                [("100", "a", True), ("100", "b", True), ("101", "c", True), ("102", "d", False)])  # fmt: skip
     slurm.command("squeue", row("100", comment="hpcrl:id-a"))
     slurm.command("sacct", "101\x1f101\x1fTIMEOUT\x1f1\x1f2\x1f3\x1f2\x1fme\x1fx-hpcrl\x1fhpcrl:id-c\n")
-    answer = look([mine, before, old, gone])
+    answer = query_jobs([mine, before, old, gone])
     assert [answer.jobs[key].phase for key in (mine, before, old, gone)] == ["running", "gone", "ended", "gone"]
     assert [answer.jobs[key].foreign for key in (mine, before, old, gone)] == [False, True, False, False]
     assert answer.note == "" and len(slurm.calls("squeue")) == 1 and "-j 101 " in slurm.calls("sacct")[0]
     slurm.command("squeue", "", 1, "squeue: error: no controller")
-    assert look([mine]) == QueueAnswer(note="squeue: error: no controller")
+    assert query_jobs([mine]) == QueueAnswer(note="squeue: error: no controller")
 
 
 # ---- status with a queue
@@ -345,9 +355,9 @@ def test_the_last_word_of_a_launcher_that_no_file_took(slurm: FakeSlurm) -> None
     said = "cannot write metrics.jsonl: the file system is full (No space left on device; 0.0 MB are free)"
     key = JobKey("100", "id-a", time.time())
     slurm.command("squeue", row("100", "FAILED", comment=f"hpcrl:id-a {said}"))
-    found = look([key]).jobs[key]
+    found = query_jobs([key]).jobs[key]
     assert (found.outcome, found.reason) == ("failed", said)
     slurm.command("squeue", row("100", "COMPLETED", comment=f"hpcrl:id-a {said}"))
-    assert look([key]).jobs[key].reason != said
+    assert query_jobs([key]).jobs[key].reason != said
     slurm.command("squeue", row("100", "FAILED", comment=f"hpcrl:id-ab {said}"))
-    assert look([key]).jobs[key].foreign
+    assert query_jobs([key]).jobs[key].foreign

@@ -46,7 +46,7 @@ def add(step: Step, text: str) -> None:
 def test_dead_host_before_srun_ends(step: Step, tmp_path: Path, line: str) -> None:
     """A host that died is named before its srun ends."""
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     _check([step], rundir)
     add(step, f"srun: error: {line}\n")
     began = time.monotonic()
@@ -60,7 +60,7 @@ def test_dead_host_before_srun_ends(step: Step, tmp_path: Path, line: str) -> No
 def test_dead_host_after_srun_ends(step: Step, tmp_path: Path) -> None:
     """A host that died is named although its srun ended before the next look."""
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     add(
         step,
         "srun: error: node2: task 1: Killed\nsrun: error: node1: task 0: Terminated\nsrun: Force Terminated "

@@ -11,7 +11,7 @@ from hpcrl.cli.main import main
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch import batch_run
-from hpcrl.launch.job import RunJob, begin_job, held
+from hpcrl.launch.job import RunJob, begin_job, hold_run
 from hpcrl.launch.local import run_recipe
 from hpcrl.launch.mpi.file_sync import read_code
 from hpcrl.launch.user_code import snapshot
@@ -139,8 +139,8 @@ def test_a_refused_resume_changes_nothing(home: Path, tmp_path: Path, capsys: py
     """Neither here, where another process runs it, nor where it cannot be submitted."""
     root = begun(tmp_path / "run", home).root
     called = []
-    with held(root, lambda: called.append("first")):
-        with pytest.raises(UsageError, match="in use by process"), held(root, lambda: called.append("second")):
+    with hold_run(root, lambda: called.append("first")):
+        with pytest.raises(UsageError, match="in use by process"), hold_run(root, lambda: called.append("second")):
             pass
         with pytest.raises(UsageError, match="in use by process"):
             run_recipe(None, {"live_code": True}, root)

@@ -131,7 +131,7 @@ def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
     opts = options(path, n, fields)
     stage = rank if opts.pipeline_model_parallel_size > 1 else 0
     kind = find_family(config, "")
-    terms = rank_on(opts, kind, config, Layout.of(opts, SIZES["num_hidden_layers"]), stage)
+    terms = rank_on(opts, kind, config, Layout.from_options(opts, SIZES["num_hidden_layers"]), stage)
     allowed = sum(terms.gpu[name] for name in ALLOWANCES)
     state = sum(terms.gpu[name] for name in ("weights", "gradients", "optimizer"))
     assert state == pytest.approx(found["state"], rel=NEAR), "state"
@@ -145,7 +145,7 @@ def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
     if "start" not in FUSED.get(case, ("start",)):
         assert terms.resumed - allowed == pytest.approx(found["start"], rel=NEAR), "with Transformer Engine's Adam"
     if case not in FUSED and case != "dp2 alone":
-        layout = Layout.of(opts, SIZES["num_hidden_layers"])
+        layout = Layout.from_options(opts, SIZES["num_hidden_layers"])
         count = on_stage(kind, config, layout, stage, opts.megatron)
         halved = halved_on_stage(kind, config, layout, stage, opts.megatron)
         taken = state + start_bytes(opts, count, layout, halved)
@@ -195,7 +195,7 @@ def test_an_adapter_takes_what_is_estimated(tmp_path: Path, case: str) -> None:
     config = json.loads(Path(path, "config.json").read_text())
     more = {"loss_type": "policy_loss", "rollout_num_gpus": 1, "update_weight_buffer_size": BUFFER}
     opts = options(path, n, fields).model_copy(update=more)
-    terms = rank_on(opts, find_family(config, ""), config, Layout.of(opts, SIZES["num_hidden_layers"]), 0).gpu
+    terms = rank_on(opts, find_family(config, ""), config, Layout.from_options(opts, SIZES["num_hidden_layers"]), 0).gpu
     state = terms["weights"] + terms["gradients"] + terms["optimizer"] / 3  # its moments come with the first step
     assert found["state"] == pytest.approx(state, rel=1e-3)
     update = terms["weight update"] + terms["update buffers"]

@@ -94,7 +94,7 @@ def test_an_adapter_on_disk_and_on_the_host() -> None:
     four = {"actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}
     four |= {"expert_tensor_parallel_size": 1, "hf_checkpoint": "m", "lora_rank": 16, "async_save": True}
     found = fullest_rank(Options(**four), family, config)
-    count = on_stage(family, config, Layout.of(Options(**four), 48), 0, {})
+    count = on_stage(family, config, Layout.from_options(Options(**four), 48), 0, {})
     assert found.adapter == 2 * count.trained
     assert found.host["async save"] == (2 + 12) * count.trained
     blocks = found.away - found.gpu["optimizer"] - found.gpu["weights"]
@@ -182,7 +182,7 @@ def test_tokens_and_logits() -> None:
     assert tokens_per_gpu(options) == 4608, "a response of 8192 tokens over CP 2 is less"
     assert tokens_per_gpu(guide("GLM4-9B, 4 + 4", rollout_max_response_len=32768)) == 16384
     family, config = model_of("GLM4-9B")
-    layout = Layout.of(options, 40)
+    layout = Layout.from_options(options, 40)
     ends = 4608 * 4096 * 2 * 2 / 2
     assert logits_bytes(options, config, layout) == 4608 * 151552 / 2 * 10 + ends
     chunks = guide("GLM4-9B, 4 + 4", log_probs_chunk_size=512)
@@ -406,7 +406,7 @@ def test_held_layers_have_no_gradient() -> None:
 
     def terms(**values: Any) -> Mapping[str, float]:
         options = Options(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2, **values)
-        return rank_on(options, family, config, Layout.of(options, config["num_hidden_layers"]), 1).gpu
+        return rank_on(options, family, config, Layout.from_options(options, config["num_hidden_layers"]), 1).gpu
 
     def more(name: str, of: Mapping[str, float], than: Mapping[str, float]) -> float:
         return of[name] - than[name]
@@ -513,7 +513,7 @@ def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_every_stage_of_a_pipeline_is_looked_at() -> None:
     name = "GLM-4.5-355B, BF16 rollouts"
     options, (family, config) = guide(name), model_of(name)
-    layout = Layout.of(options, 92)
+    layout = Layout.from_options(options, 92)
     totals = [rank_on(options, family, config, layout, stage).total for stage in range(4)]
     assert fullest_rank(options, family, config).total == max(totals)
 

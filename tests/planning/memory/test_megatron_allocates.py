@@ -102,7 +102,7 @@ def test_estimated_sizes(models: dict[str, Path], layout: str) -> None:
     for case, (opts, *found) in enumerate(zip(every, *run_ranks(2, measured, every, timeout=240), strict=True)):
         fields = json.loads(Path(opts.hf_checkpoint or "", "config.json").read_text())
         for rank in found:
-            terms = rank_on(opts, find_family(fields, ""), fields, Layout.of(opts, 4), rank["stage"])
+            terms = rank_on(opts, find_family(fields, ""), fields, Layout.from_options(opts, 4), rank["stage"])
             for name in ("weights", "gradients", "optimizer"):
                 error = terms.gpu[name] / rank[name] - 1
                 assert abs(error) <= NEAR, (
@@ -177,6 +177,6 @@ def test_activations_that_a_layer_keeps(
     }
     (found,) = run_ranks(1, kept, every, timeout=120)
     fields = find_family(config, "").transformer(config)
-    whole = TOKENS * layer_bytes(fields, Layout.of(every[4], 4), LayerKind(sparse), 2, frozenset(), 2)
+    whole = TOKENS * layer_bytes(fields, Layout.from_options(every[4], 4), LayerKind(sparse), 2, frozenset(), 2)
     assert found["full"] == pytest.approx(TOKENS * fields["hidden_size"] * 2, rel=NEAR)
     assert whole <= found["none"] <= 4 * whole

@@ -48,8 +48,8 @@ def test_every_turn_stays_known() -> None:
 
     async def run() -> None:
         for turn in range(60):
-            found = await session.ask(asked[-1], {})
-            await session.ask([7, 7, turn], {})
+            found = await session.sample_turn(asked[-1], {})
+            await session.sample_turn([7, 7, turn], {})
             asked.append([*asked[-1], *found.tokens.tolist(), 50 + turn, *range(20)])
 
     asyncio.run(run())
@@ -63,8 +63,8 @@ def test_turns_are_in_the_order_of_requests() -> None:
     session = a_session()
 
     async def run() -> None:
-        await asyncio.gather(session.ask([1, 2, 3], {}), session.ask([1, 2, 4], {}))
-        await session.ask([1, 2, 4, 2, 8], {})
+        await asyncio.gather(session.sample_turn([1, 2, 3], {}), session.sample_turn([1, 2, 4], {}))
+        await session.sample_turn([1, 2, 4, 2, 8], {})
 
     asyncio.run(run())
     assert [turn.tokens.tolist() for turn in session.turns] == [[1, 2, 3], [1, 2, 4], [1, 2, 4, 2, 8]]
@@ -80,7 +80,7 @@ def test_an_update_under_a_turn_ends_nothing() -> None:
         tokens = [1, 2, 3]
         for version in range(5):  # more updates than a batch has rollouts
             client.versions = [version, version + 1]
-            turn = await session.ask(tokens, {})
+            turn = await session.sample_turn(tokens, {})
             assert turn.versions.tolist() == [version, version + 1]
             tokens = [*tokens, *turn.tokens.tolist(), 50]
 

@@ -37,7 +37,7 @@ def test_a_share_is_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     pool: Any = SimpleNamespace(engines=[SimpleNamespace(number=0), SimpleNamespace(number=1)])
     drafts = AcceptedDrafts(pool, Options(vllm={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}))
     said |= {0: TEXT.format(checked=10, drafted=20, accepted=20), 1: TEXT.format(checked=1, drafted=2, accepted=2)}
-    asyncio.run(drafts.begin())
+    asyncio.run(drafts.start_rollout())
     assert asyncio.run(drafts.measures()) == {}
     said |= {0: TEXT.format(checked=20, drafted=40, accepted=25), 1: None}
     told = {"rollout/spec_accept_rate": 0.25, "rollout/spec_accept_length": 1.5}
@@ -45,7 +45,7 @@ def test_a_share_is_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.engines.append(SimpleNamespace(number=2))
     said[2] = TEXT.format(checked=999, drafted=2000, accepted=1500)
     assert asyncio.run(drafts.measures()) == told, "what it counted for another run is not this rollout's"
-    asyncio.run(drafts.begin())
+    asyncio.run(drafts.start_rollout())
     said |= {0: None, 1: TEXT.format(checked=500, drafted=900, accepted=900)}
     assert asyncio.run(drafts.measures()) == {}, "engine 1 was silent at the beginning"
     said[2] = TEXT.format(checked=1009, drafted=2020, accepted=1505)

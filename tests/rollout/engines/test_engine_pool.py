@@ -58,7 +58,7 @@ class Bench:
         **options: Any,
     ) -> Any:
         rundir = RunDir.create(self.path / "run")
-        rundir.begin()
+        rundir.make_attempt()
         make_keys(rundir, 1)
         self.engines = [self.stack.enter_context(FakeEngine(script, keys_of(rundir))) for script in scripts]
         for index, engine in enumerate(self.engines):
@@ -274,7 +274,7 @@ def test_a_cancelled_request_leaves_its_engine(bench: Bench) -> None:
 
 def test_an_engine_that_never_comes_up_is_named(bench: Bench, tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     plan = Plan("test", 0, (), (Location("node7", (0,)),), Location("node7", ()))
     with pytest.raises(
         DeadlineError, match=r"engine-0 on node7.*not come up within --engine-start-timeout 0 s; see.*engine-0\.log"
@@ -453,7 +453,7 @@ def test_sampling_is_as_the_options_say() -> None:
         rollout_stop_token_ids=[5],
         rollout_max_response_len=64,
     )
-    params = Sampling.of(options, tokenizer).params(60, begun=4)
+    params = Sampling.from_options(options, tokenizer).params(60, begun=4)
     assert params == {
         "n": 1,
         "temperature": 1.0,
@@ -468,7 +468,7 @@ def test_sampling_is_as_the_options_say() -> None:
         "min_p": 0.05,
         "logprobs": 0,
     }
-    plain = Sampling.of(Options(), tokenizer).params(10)
+    plain = Sampling.from_options(Options(), tokenizer).params(10)
     assert not {"top_p", "top_k", "min_p", "min_tokens", "stop", "skip_special_tokens"} & set(plain)
 
 
@@ -668,7 +668,7 @@ def test_engines_differ_by_one_group_at_most(groups: list[int], engines: int, li
     pool = bare_pool(engines, limit)
     waiting = sum(groups)
     for count in groups:
-        while count and (found := pool.take(count, waiting)):
+        while count and (found := pool.assign_engine(count, waiting)):
             count, waiting = count - found[1], waiting - found[1]
         loads = [e.in_flight for e in pool.engines]
         assert max(loads) <= limit

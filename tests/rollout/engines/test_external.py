@@ -104,7 +104,7 @@ def run_with(path: Path, *addresses: str, **values: float) -> RoleContext:
         rollout_external_engine_keys=str(path / "keys"), rollout_external_engine_addrs=list(addresses), **values
     )
     rundir = RunDir.create(path / "run")
-    rundir.begin()
+    rundir.make_attempt()
     make_keys(rundir, 1)
     return RoleContext(rundir, options, plan, 0)
 
@@ -125,7 +125,7 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
     member = pool.registry.members[1]
 
     def state() -> str:
-        pool.look()
+        pool.poll_engines()
         return f"{member.state} {member.incarnation}"
 
     async def go() -> None:

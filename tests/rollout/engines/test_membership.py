@@ -35,7 +35,7 @@ class Office:
     def __init__(self, path: Path, stack: ExitStack, *scripts: Script | None) -> None:
         self.rundir = RunDir.create(path / "run")
         self.stack = stack
-        self.rundir.begin()
+        self.rundir.make_attempt()
         make_keys(self.rundir, 1)
         self.engines = [self.engine(script) for script in scripts]
         self.plan = Plan(

@@ -61,7 +61,7 @@ def test_one_row_per_token() -> None:
     sample = completion(5, 3).sample(0, 0, prompt, "")
     assert sample.extra["routed_experts"].shape == (8, 2, 2)
     assert not sample.extra["routed_experts"][-1].any()
-    (column,) = SampleBatch.of([sample]).extra.values()
+    (column,) = SampleBatch.from_samples([sample]).extra.values()
     assert np.array_equal(ROUTING.read(column)[:-1], completion(5, 3).experts)
 
 

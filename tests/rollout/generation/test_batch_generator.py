@@ -58,7 +58,7 @@ class FakeSampler:
 
     async def make(self, asked: ResponseRequest) -> list[Sample]:
         self.asked.append(asked)
-        old = asked.begun[0] if asked.begun else None
+        old = asked.partial[0] if asked.partial else None
         have = 0 if old is None else old.response_length
         seconds = self.takes(asked)
         if seconds is None:
@@ -98,7 +98,7 @@ class Attempt:
         number = len(list((path / "attempts").iterdir())) if path.exists() else 0
         self.rundir = RunDir.create(path) if not path.exists() else RunDir(path, number)
         self.rundir.attempt = number
-        self.rundir.begin()
+        self.rundir.make_attempt()
         prompts = tuple(Prompt(i, i, np.asarray([i, i + 1], np.int32)) for i in range(7))
         self.source = source or PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
         self.sampler = sampler
@@ -191,7 +191,7 @@ def slow(*groups: int) -> Callable[[ResponseRequest], float | None]:
 
     def takes(asked: ResponseRequest) -> float | None:
         number = asked.group.number
-        return None if number in groups and not asked.begun else 0.0 if number < 7 else 0.1
+        return None if number in groups and not asked.partial else 0.0 if number < 7 else 0.1
 
     return takes
 
@@ -204,7 +204,7 @@ def test_plain_rollout_takes_the_next_groups(tmp_path: Path) -> None:
         other = PromptSource(attempt.source.file, 3, True)
         for rollout_id in range(4):
             rollout, metrics, state = await attempt.step(rollout_id, rollout_id)
-            assert list(rollout.groups) == other.take(4) and metrics == {}
+            assert list(rollout.groups) == other.next_groups(4) and metrics == {}
             assert [(s.group, s.index) for s in rollout.samples()] == [
                 (g, i) for g in numbers(rollout) for i in range(3)
             ]
@@ -298,7 +298,7 @@ def test_what_is_left_over_goes_on_from_its_tokens(tmp_path: Path) -> None:
         assert sample.versions.tolist()[:2] == [0, 0] and 5 <= sample.versions[2] == sample.versions[3] <= version
         assert sample.tokens[-4:].tolist() == [4020, 4021, 4022, 4023]
         assert sample.loss_mask.tolist() == [1, 1, 1, 1]
-        begun = [asked for asked in attempt.sampler.asked if asked.begun]
+        begun = [asked for asked in attempt.sampler.asked if asked.partial]
         assert sorted({(a.group.number, a.index) for a in begun}) == [(g, i) for g in (1, 4) for i in range(3)]
         assert not account(tmp_path / "run").wrong
 
@@ -357,11 +357,11 @@ def test_ungraded_response_is_not_resampled(tmp_path: Path) -> None:
 
     class Graded(FakeSampler):
         async def make(self, asked: ResponseRequest) -> list[Sample]:
-            if asked.begun and asked.begun[0].status == COMPLETED:
-                return list(asked.begun)
+            if asked.partial and asked.partial[0].status == COMPLETED:
+                return list(asked.partial)
             samples = await super().make(asked)
             if asked.group.number == 2:
-                asked.made.extend(samples)
+                asked.results.extend(samples)
                 await asyncio.sleep(60)  # the rest of its group never comes
             return samples
 
@@ -551,7 +551,7 @@ def test_going_back_keeps_usable_groups(tmp_path: Path) -> None:
         again, _, _ = await second.step(1, 1, saved=1)
         assert not set(numbers(again)) & set(numbers(rollout)), "none trained twice"
         begun = [a for a in second.sampler.asked if a.group.number == 1]
-        assert [a.begun[0].versions.tolist() for a in begun] == [[0, 0, 1]] * 3, (
+        assert [a.partial[0].versions.tolist() for a in begun] == [[0, 0, 1]] * 3, (
             "what version 2 added is of another history"
         )
         assert all(v <= 1 for s in again.samples() for v in s.versions.tolist())
@@ -588,7 +588,7 @@ def test_a_lost_or_damaged_file_costs_its_group_only(tmp_path: Path, capfd: pyte
 
 def test_the_greedy_response_is_asked_once(tmp_path: Path) -> None:
     async def run() -> None:
-        sampler = FakeSampler(lambda a: None if a.group.number == 1 and a.index == 0 and not a.begun else 0.0)
+        sampler = FakeSampler(lambda a: None if a.group.number == 1 and a.index == 0 and not a.partial else 0.0)
         attempt = Attempt(tmp_path / "run", sampler, advantage_estimator="remax", **PARTIAL)
         await attempt.step(0, 0)
         rollout, _, _ = await until_trained(attempt, 1, 1, 1)
@@ -728,10 +728,10 @@ def test_what_a_policy_may_learn_from(
     found, lost = fit(GroupProgress(group(), {0: [sample(0, versions, reward=1.0)]}), version, bound, parts)
     assert lost == (kept != "finished") and bool(found.finished) == (kept == "finished")
     if isinstance(kept, int):
-        (part,) = found.begun[0]
+        (part,) = found.partial[0]
         assert (part.response_length, part.status, part.reward, len(part.tokens)) == (kept, ABORTED, 0.0, 2 + kept)
     else:
-        assert not found.begun
+        assert not found.partial
 
 
 def test_columns_follow_the_response() -> None:
@@ -739,7 +739,7 @@ def test_columns_follow_the_response() -> None:
     experts = np.arange(5 * 2 * 1, dtype=np.uint8).reshape(5, 2, 1)
     extra = {"routed_experts": experts, "teacher_logprobs": np.arange(3, dtype=np.float32)}
     found, _ = fit(GroupProgress(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
-    (part,) = found.begun[0]
+    (part,) = found.partial[0]
     assert {name: len(column) for name, column in part.extra.items()} == {"routed_experts": 4, "teacher_logprobs": 2}
     begun = completion_of(part)
     assert begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()

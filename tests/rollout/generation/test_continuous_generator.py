@@ -231,7 +231,7 @@ def test_what_was_begun_goes_on_from_its_tokens(tmp_path: Path) -> None:
         made = await second.trains(2, 3)
         await second.stream.close()
         begun = [asked for asked in second.sampler.asked if asked.group.number == 2]
-        assert len(begun) == 3 and all(asked.begun[0].response_length == 2 for asked in begun)
+        assert len(begun) == 3 and all(asked.partial[0].response_length == 2 for asked in begun)
         (sample, *_) = [s for one in made for s in one.rollout.samples() if s.group == 2]
         assert sample.versions.tolist() == [0, 0, 2, 2]
 

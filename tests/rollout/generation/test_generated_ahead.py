@@ -27,7 +27,7 @@ class Ahead(Attempt):
     ) -> None:
         super().__init__(path, sampler or FakeSampler(), rollout, state, **(VALUES | values))
         self.ahead = GeneratedAhead(self.options, self.store, self.rundir, self.generator)
-        self.ahead.begin(rollout)
+        self.ahead.start_run(rollout)
 
     async def made(self, rollout_id: int) -> tuple[Rollout, Any]:
         """As the loop has it: sampled with the weights of before the rollout before it; what a snapshot after it

@@ -51,7 +51,7 @@ def test_a_finished_response_fits_or_is_made_again(versions: list[int], trainer:
     found, lost = fit(progress({0: [of(*versions)], 1: [of(trainer)]}, baseline=0.5), trainer, bound, parts=False)
     good = versions[-1] <= trainer and (bound is None or trainer - versions[0] <= bound)
     assert (set(found.finished), lost) == ({0, 1} if good else {1}, int(not good))
-    assert not found.begun
+    assert not found.partial
     assert found.baseline == 0.5 if good else math.isnan(found.baseline)
 
 
@@ -67,14 +67,14 @@ def test_what_later_policies_added_is_cut_off(versions: list[int], trainer: int,
         found, lost = fit(group, trainer, bound, parts=True)
         young = bound is None or trainer - versions[0] <= bound
         if len(kept) == len(versions) and young:
-            assert lost == 0 and (found.finished == group.finished and found.begun == group.begun)
+            assert lost == 0 and (found.finished == group.finished and found.partial == group.partial)
         elif kept and young:
-            (part,) = found.begun[0]
+            (part,) = found.partial[0]
             assert lost == 1 and part.versions.tolist() == kept and part.status == ABORTED
             assert part.response_length == len(kept) == len(part.loss_mask) == len(part.logprobs)
             assert len(part.tokens) == 2 + len(kept) and part.reward == 0.0 and part.response == ""
         else:
-            assert lost == 1 and not found.begun and not found.finished
+            assert lost == 1 and not found.partial and not found.finished
 
 
 def test_only_a_plain_response_is_cut() -> None:
@@ -83,7 +83,7 @@ def test_only_a_plain_response_is_cut() -> None:
     for samples in ([of(1, 1, 9), of(1)], [of(1, 1, 9, loss_mask=mask)]):
         found, lost = fit(progress({0: samples}), 1, None, parts=True)
         assert lost == 1 and found.empty
-    (part,) = fit(progress({0: [of(1, 1, 9)]}), 1, None, parts=True)[0].begun[0]
+    (part,) = fit(progress({0: [of(1, 1, 9)]}), 1, None, parts=True)[0].partial[0]
     assert part.versions.tolist() == [1, 1]
 
 

@@ -52,7 +52,7 @@ def learn(
     (path / "talk.jsonl").write_text(json.dumps({"messages": messages}))
     options = Options(loss_type="sft_loss", input_key="messages", apply_chat_template=True, **values)
     tokenizer = Tokenizer(path)
-    (prompt,) = read_prompts(path / "talk.jsonl", ReadOptions.of(options, tokenizer), tokenizer).prompts
+    (prompt,) = read_prompts(path / "talk.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer).prompts
     return tokenizer, prompt
 
 

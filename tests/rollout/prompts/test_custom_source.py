@@ -132,7 +132,7 @@ def plain(groups: list[Group]) -> list[Any]:
 
 def test_its_rows_are_those_of_a_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source = own(tokenizer, "Listed", apply_chat_template=True)
-    taken = [*source.take(3), *source.take(2)]
+    taken = [*source.next_groups(3), *source.next_groups(2)]
     assert [group.number for group in taken] == [0, 1, 2, 3, 4]
     rows = [row if isinstance(row, dict) else {"input": row} for row in ROWS]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -147,18 +147,18 @@ def test_its_rows_are_those_of_a_file(tokenizer: Tokenizer, tmp_path: Path) -> N
 def test_too_long_prompts_are_replaced(tokenizer: Tokenizer) -> None:
     """Prompts that are too long are dropped, and others are requested."""
     source = own(tokenizer, "Counting", rollout_max_prompt_len=1)
-    assert [group.prompt.raw for group in source.take(10)] == [str(n) for n in range(10)]
+    assert [group.prompt.raw for group in source.next_groups(10)] == [str(n) for n in range(10)]
     with pytest.raises(DataError, match=f"{MOST_DROPPED}.*row are longer than.*1 tokens; raise"):
-        source.take(1)
+        source.next_groups(1)
     assert source.metrics() == {"data/dropped": float(MOST_DROPPED)}
     strict = own(tokenizer, "Counting", rollout_max_prompt_len=1, overlong_prompts="error")
     with pytest.raises(DataError, match=f"{HERE}.Counting, prompt 11: the prompt is 2 tokens long, the limit.*1"):
-        strict.take(20)
+        strict.next_groups(20)
 
 
 def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> None:
     source = own(tokenizer, "Numbered", rm_type="math", label_key="label")
-    assert source.take(2)[1].prompt.metadata == {"rm_type": "f1"} and source.file().types.keys() == {"f1"}
+    assert source.next_groups(2)[1].prompt.metadata == {"rm_type": "f1"} and source.file().types.keys() == {"f1"}
     assert source.metrics() == {"data/dropped": 0.0, "data/given": 2.0, "data/half": 0.5}
     with pytest.raises(HpcrlError, match=r"metrics\(\) returned {'a': 'text'},.*finite numbers are wanted"):
         own(tokenizer, "Numbered", name="wrong").metrics()
@@ -182,7 +182,7 @@ def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> N
 def test_what_it_gives_is_checked(tokenizer: Tokenizer, how: str, words: str) -> None:
     values = {"rm_type": "math", "label_key": "label", "rollout_max_prompt_len": 50, "overlong_prompts": "error"}
     with pytest.raises(HpcrlError) as caught:
-        own(tokenizer, "Spoilt", name=how, **values).take(4)
+        own(tokenizer, "Spoilt", name=how, **values).next_groups(4)
     assert str(caught.value).startswith(f"--data-source-path {HERE}.Spoilt{words}")
 
 
@@ -228,7 +228,7 @@ def test_a_restart_goes_on_with_the_same_prompts(tokenizer: Tokenizer, tmp_path:
         assert plain([seen[number] for number in (1, 4)]) == plain([given[number] for number in (1, 4)])
         new = {asked.group.number: asked for asked in again.sampler.asked if asked.group.number in after}
         assert new and Chance.calls > calls
-        assert all(asked.group.prompt.raw != after[number] and not asked.begun for number, asked in new.items()), (
+        assert all(asked.group.prompt.raw != after[number] and not asked.partial for number, asked in new.items()), (
             "what an earlier attempt has left on disk of another prompt is not gone on with"
         )
         found = account(tmp_path / "run")
@@ -281,7 +281,7 @@ def test_how_long_a_run_is(model: Path) -> None:
 
     assert work("Listed", num_epoch=3).total == 6 and work("Counting", num_rollout=5).total == 5
     found = work("Counting", num_rollout=5)
-    assert isinstance(found.source, CustomSource) and found.source.take(1)[0].prompt.target.tolist()[-1] == 1  # type: ignore[union-attr]
+    assert isinstance(found.source, CustomSource) and found.source.next_groups(1)[0].prompt.target.tolist()[-1] == 1  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="say how many prompts.*--num-rollout, or the class a __len__"):
         work("Counting", num_epoch=3)
     with pytest.raises(

@@ -52,7 +52,7 @@ def read(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., PromptFile]:
         options = Options(
             **({"input_key": "prompt", "label_key": "label", "apply_chat_template": True, "rm_type": "math"} | values)
         )
-        return read_prompts(tmp_path / "p.jsonl", ReadOptions.of(options, tokenizer), tokenizer)
+        return read_prompts(tmp_path / "p.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer)
 
     return go
 
@@ -199,7 +199,7 @@ def test_messages_without_a_template_are_an_error(read: Callable[..., PromptFile
 def test_files_that_are_none(read: Callable[..., PromptFile], tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no prompts"):
         read("\n\n")
-    reading = ReadOptions.of(Options(), tokenizer)
+    reading = ReadOptions.from_options(Options(), tokenizer)
     with pytest.raises(DataError, match=r"absent\.jsonl: No such file"):
         read_prompts(tmp_path / "absent.jsonl", reading, tokenizer)
     with pytest.raises(DataError, match=r"p\.csv is not a \.jsonl or \.parquet"):
@@ -211,8 +211,8 @@ def test_files_that_are_none(read: Callable[..., PromptFile], tokenizer: Tokeniz
 )
 def test_labels_that_are_needed_need_a_key(tokenizer: Tokenizer, values: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="--label-key"):
-        ReadOptions.of(Options(**values), tokenizer)
-    assert ReadOptions.of(Options(custom_rm_path="a.b"), tokenizer).keys.label is None
+        ReadOptions.from_options(Options(**values), tokenizer)
+    assert ReadOptions.from_options(Options(custom_rm_path="a.b"), tokenizer).keys.label is None
 
 
 def test_evaluation_has_its_own_keys(tokenizer: Tokenizer) -> None:
@@ -226,7 +226,7 @@ def test_evaluation_has_its_own_keys(tokenizer: Tokenizer) -> None:
     )
     keys = ReadOptions.of_set(eval_sets(options)[0], tokenizer).keys
     assert (keys.input, keys.label, keys.learned, keys.label_needed) == ("c", "b", (), True)
-    assert ReadOptions.of(options, tokenizer).keys.learned == ("b",)
+    assert ReadOptions.from_options(options, tokenizer).keys.learned == ("b",)
 
 
 # ---- fine-tuning
@@ -274,10 +274,10 @@ def test_groups_are_handed_out_again(parts: tuple[tuple[int, float], ...], shuff
     """Under their numbers, whatever epoch they were of, and without a step of the source itself."""
     prompts = tuple(Prompt(i, f"p{i}", np.zeros(1, np.int32)) for i in range(7))
     source = PromptSource(PromptFile(Path("p"), prompts, 1, "x", parts=parts), 5, shuffle)
-    first = source.take(30)
+    first = source.next_groups(30)
     assert source.again([29, 0, 6, 7, 8, 14, 13, 21]) == [first[i] for i in (0, 6, 7, 8, 13, 14, 21, 29)]
     assert source.again(range(30)) == first
-    assert source.take(1)[0].number == 30
+    assert source.next_groups(1)[0].number == 30
 
 
 def test_a_label_that_stands_in_the_answer_twice(model: Path, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_missing_template_is_named(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path)
     options = Options(input_key="prompt", apply_chat_template=True)
     with pytest.raises(DataError, match="has no chat template"):
-        read_prompts(tmp_path / "p.jsonl", ReadOptions.of(options, tokenizer), tokenizer)
+        read_prompts(tmp_path / "p.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer)
 
 
 def test_a_template_that_refuses_is_quoted(model: Path, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_template_that_refuses_is_quoted(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path)
     options = Options(input_key="prompt", apply_chat_template=True)
     with pytest.raises(DataError, match="line 1: the chat template refuses"):
-        read_prompts(tmp_path / "p.jsonl", ReadOptions.of(options, tokenizer), tokenizer)
+        read_prompts(tmp_path / "p.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer)
 
 
 def test_directories_that_hold_no_tokenizer(model: Path, tmp_path: Path) -> None:
@@ -419,9 +419,9 @@ def prompts(count: int, content: str = "x") -> PromptFile:
 def test_the_order_of_an_epoch_is_slimes() -> None:
     """random.Random(seed + epoch).shuffle of the lines' numbers: the same prompts in the same order as with slime."""
     source = PromptSource(prompts(8), 42, True)
-    numbers = [group.prompt.line for group in source.take(16)]
+    numbers = [group.prompt.line for group in source.next_groups(16)]
     assert numbers[:8] == [3, 4, 6, 7, 2, 5, 0, 1] and numbers[8:] == [6, 7, 4, 3, 1, 5, 2, 0]
-    assert [group.prompt.line for group in PromptSource(prompts(8), 42, False).take(8)] == list(range(8))
+    assert [group.prompt.line for group in PromptSource(prompts(8), 42, False).next_groups(8)] == list(range(8))
 
 
 def test_facts_of_a_model_whose_text_part_stands_apart(tmp_path: Path) -> None:
@@ -436,12 +436,12 @@ def test_facts_of_a_model_whose_text_part_stands_apart(tmp_path: Path) -> None:
 @given(st.integers(1, 12), st.lists(st.integers(1, 9), max_size=8), st.integers(0, 8), st.booleans())
 def test_a_source_goes_on_where_it_stood(count: int, takes: list[int], cut: int, shuffle: bool) -> None:
     whole = PromptSource(prompts(count), 42, shuffle)
-    expected = [g for n in takes for g in whole.take(n)]
+    expected = [g for n in takes for g in whole.next_groups(n)]
     first = PromptSource(prompts(count), 42, shuffle)
-    found = [g for n in takes[:cut] for g in first.take(n)]
+    found = [g for n in takes[:cut] for g in first.next_groups(n)]
     second = PromptSource(prompts(count), 42, shuffle)
     second.restore(json.loads(json.dumps(first.state())))
-    found += [g for n in takes[cut:] for g in second.take(n)]
+    found += [g for n in takes[cut:] for g in second.next_groups(n)]
     assert [(g.number, g.prompt.raw) for g in found] == [(g.number, g.prompt.raw) for g in expected]
     assert [g.number for g in found] == list(range(sum(takes)))
 
@@ -449,19 +449,19 @@ def test_a_source_goes_on_where_it_stood(count: int, takes: list[int], cut: int,
 def test_a_restored_source_is_in_its_epoch() -> None:
     first = PromptSource(prompts(50), 42, True)
     second = PromptSource(prompts(50), 42, True)
-    first.take(60)
+    first.next_groups(60)
     second.restore(first.state())
-    assert second.take(30) == first.take(30)
+    assert second.next_groups(30) == first.next_groups(30)
 
 
 def test_epochs_are_permutations() -> None:
     """Every epoch has every prompt once, in its own order."""
     source = PromptSource(prompts(50), 7, True)
-    epochs = [[g.prompt.raw for g in source.take(50)] for _ in range(3)]
+    epochs = [[g.prompt.raw for g in source.next_groups(50)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert [g.prompt.raw for g in PromptSource(prompts(50), 7, False).take(50)] == list(range(50))
-    assert [g.prompt.raw for g in PromptSource(prompts(50), 8, True).take(50)] == epochs[1], (
+    assert [g.prompt.raw for g in PromptSource(prompts(50), 7, False).next_groups(50)] == list(range(50))
+    assert [g.prompt.raw for g in PromptSource(prompts(50), 8, True).next_groups(50)] == epochs[1], (
         "epoch 1 of seed 7 is epoch 0 of seed 8"
     )
 

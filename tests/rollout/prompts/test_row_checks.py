@@ -105,7 +105,7 @@ def test_pairs_and_conversations() -> None:
 )
 def test_keys_of_a_run(flags: dict[str, Any], needed: bool | None, conversation: bool, learned: Any) -> None:
     options = Options(input_key="q", metadata_key="m", tool_key="t", apply_chat_template=True, **flags)
-    keys = Keys.of(options)
+    keys = Keys.from_options(options)
     assert (keys.input, keys.metadata, keys.tools, keys.chat_template) == ("q", "m", "t", True)
     assert keys.conversation is conversation and keys.own_types is ("custom_rm_path" not in flags)
     if needed is not None:

@@ -198,7 +198,7 @@ def test_several_files_are_one_set(read: Callable[..., PromptFile]) -> None:
     assert [p.raw for p in together.prompts] == ["1", "2", "3", "4", "10", "11", "12"]
     assert together.prompts[4].where.endswith("b.jsonl, line 1")
     alone = read({"p.jsonl": [*first[1:], *second]})
-    taken = [[g.prompt.raw for g in PromptSource(file, 3, True).take(7)] for file in (together, alone)]
+    taken = [[g.prompt.raw for g in PromptSource(file, 3, True).next_groups(7)] for file in (together, alone)]
     assert taken[0] == taken[1], "as if they were one file"
 
 

@@ -95,7 +95,7 @@ def found(model: Path) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
         found: dict[str, Any] = {}
         async with sampler(model, "by_label") as (made, policy):
-            held = HeldOutSet("held", 4, 1, Sampling.of(Options(), Tokenizer(model), True), GradedBy(()))
+            held = HeldOutSet("held", 4, 1, Sampling.from_options(Options(), Tokenizer(model), True), GradedBy(()))
             for name, label, index, held_out in (
                 ("turns", "two_turns", 1, None),
                 ("several", "fans_out", 0, None),

@@ -63,7 +63,7 @@ def found(model: Path) -> dict[str, Any]:
                 policy.asked = []
                 found[label] = await made.make(asked(model, 0 if label == "fans_out" else 1, label=label))
             found["invents"] = await made.make(asked(model, label="invents_tokens"))
-            held = HeldOutSet("held", 4, 1, Sampling.of(made._options, Tokenizer(model), True), GradedBy(()))
+            held = HeldOutSet("held", 4, 1, Sampling.from_options(made._options, Tokenizer(model), True), GradedBy(()))
             found["held"] = await made.make(asked(model, label="two_turns", held_out=held))
         return found
 
@@ -82,7 +82,7 @@ def test_one_turn_and_several_samples(found: dict[str, Any]) -> None:
     assert rows(sample) == [*((at, 1) for at in range(len(sample.tokens) - 1)), (0, 0)]
     for sample in found["fans_out"]:
         assert len({number for _, number in rows(sample)[:-1]}) == 1
-    assert len(SampleBatch.of(found["two_turns"] + found["fans_out"] + found["invents"]).extra) == 1
+    assert len(SampleBatch.from_samples(found["two_turns"] + found["fans_out"] + found["invents"]).extra) == 1
 
 
 def test_an_answer_of_which_part_was_kept(found: dict[str, Any]) -> None:
@@ -114,8 +114,8 @@ def test_a_conversation_keeps_each_row_once(model: Path, monkeypatch: pytest.Mon
     async def run() -> None:
         nonlocal tokens
         for turn in range(30):
-            found = await session.ask(tokens, {})
-            await session.ask([2, turn % 9], {})
+            found = await session.sample_turn(tokens, {})
+            await session.sample_turn([2, turn % 9], {})
             tokens = [*tokens, *found.tokens.tolist(), 7]
 
     asyncio.run(run())

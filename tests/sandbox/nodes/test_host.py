@@ -46,7 +46,7 @@ def rundir(tmp_path: Path) -> RunDir:
         hang_timeout=600,
     )
     found = RunDir.create(tmp_path / "run")
-    found.begin()
+    found.make_attempt()
     found.options_file.write_text(options.model_dump_json())
     plan = make_plan(options, [Host("a", 2), Host("b", 0, "127.0.0.1", "lo")], "r")
     found.plan_file.write_bytes(msgspec.json.encode(plan))

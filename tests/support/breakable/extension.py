@@ -31,7 +31,7 @@ class Extension(WorkerExtension):
 
     def remember(self) -> None:
         """Undo that."""
-        self.weight_transfer_engine.held = None
+        self.weight_transfer_engine.parameters = None
 
     def load_twice(self) -> None:
         """From now on what an adapter's B becomes is twice what an update brings, as if it were added by two workers."""
@@ -53,11 +53,11 @@ class Extension(WorkerExtension):
         """The next update in pieces ends this process once its first message was taken."""
         assert self._hpcrl_pieces is not None
         assembly = self._hpcrl_pieces.assembly
-        take = assembly.take
+        take = assembly.read_message
 
         def last(*args: object) -> object:
             if assembly.missing != assembly.size:
                 os.kill(os.getpid(), signal.SIGKILL)
             return take(*args)
 
-        assembly.take = last
+        assembly.read_message = last

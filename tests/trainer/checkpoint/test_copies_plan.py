@@ -54,7 +54,7 @@ def test_newest_complete_step_is_agreed_on() -> None:
     copied = [[part(5, 0), part(5, 1), part(6, 0)], [part(5, 1), part(5, 0), part(6, 1)]]
     found = newest_complete(copied)
     assert found.step[0] == 6 and found.holders == (0, 1)
-    assert found.of(0, copied[0]) == [part(6, 0)] and found.of(1, copied[1]) == [part(6, 1)]
+    assert found.parts_from(0, copied[0]) == [part(6, 0)] and found.parts_from(1, copied[1]) == [part(6, 1)]
     lost = newest_complete([copied[0][:2], []])
     assert lost.step[0] == 5 and lost.holders == (0, 0), "one host has the parts of both"
     assert newest_complete([[part(5, 0)], [part(5, 1, attempt=1)]]) is None, "of two attempts"
@@ -155,7 +155,7 @@ def test_next_host_process_has_the_copies(rundir: RunDir, monkeypatch: pytest.Mo
         tell_followed(rundir)
     assert (here / "7").is_dir() and here not in sweep()
     later = RunDir(rundir.root, 1)
-    later.begin()
+    later.make_attempt()
     tell_first(later, 0)
     killed_in(later)
     assert left_by(rundir) == [here]
@@ -168,7 +168,7 @@ def test_next_host_process_has_the_copies(rundir: RunDir, monkeypatch: pytest.Mo
     assert not here.exists()
     killed_in(later)
     another = RunDir(rundir.root, 2)
-    another.begin()
+    another.make_attempt()
     tell_first(another, 2)
     with copies_directory(True, another):
         assert left_by(rundir) == [copies_here()] and not list(copies_here().glob("[0-9]*"))

@@ -43,21 +43,23 @@ def train(opts: Options, root: Path) -> list[float]:
     save(policy, ranks, root / "disk", Position(DISK, DISK, {"prompt": DISK}), "run")
     after = losses(policy, opts, MEMORY - DISK)
     copies = MemoryCopies(policy, ranks, root / HOSTS[ranks.rank], HOSTS, CopyOrigin("run", 0), 1, 1)
-    assert copies.begin(Position(MEMORY, MEMORY, {"prompt": MEMORY}))
-    assert not copies.begin(Position(END, END, {})), "one is on its way"
+    assert copies.start_copy(Position(MEMORY, MEMORY, {"prompt": MEMORY}))
+    assert not copies.start_copy(Position(END, END, {})), "one is on its way"
     if ranks.rank == 1:
         copies._send = partial(sent_late, copies._send)
     after += losses(policy, opts, END - MEMORY)  # changes the weights while they are written
     copies._patience = 0.0 if ranks.rank else 0.5
     copies.settle(END)
-    assert copies.newest == 0 and not copies.begin(Position(END, END, {})), "it is waited for no longer than may be"
+    assert copies.newest == 0 and not copies.start_copy(Position(END, END, {})), (
+        "it is waited for no longer than may be"
+    )
     copies._pending.late, copies._patience = False, 60.0
     copies.settle(END)
     assert copies.newest == MEMORY, "what a later step would make the newest but one is waited for"
     assert copies.spent()["perf/memory_copy_time"] > 0 == copies.spent()["perf/memory_copy_time"]
     if ranks.rank == 0:
         copies._write_position = full
-    assert copies.begin(Position(END, END, {}))
+    assert copies.start_copy(Position(END, END, {}))
     copies.finish()
     here = root / HOSTS[ranks.rank]
     assert copies.newest == MEMORY and not (here / f"{END}").exists(), "what fails is left out, and not left there"
@@ -65,7 +67,7 @@ def train(opts: Options, root: Path) -> list[float]:
     vars(copies).pop("_write_position", None)
     if ranks.rank == 1:
         forked_writer.write_files = lambda *_: threading.Event().wait()
-    assert copies.begin(Position(END, END, {}))
+    assert copies.start_copy(Position(END, END, {}))
     copies.finish()
     assert copies.newest == MEMORY and not (here / f"{END}").exists(), "a writer that waits for ever is given up"
     return after

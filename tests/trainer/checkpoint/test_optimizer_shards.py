@@ -208,13 +208,13 @@ def test_the_host_holds_what_is_estimated(tmp_path: Path, where: str) -> None:
     model = families.make(tmp_path / "model", "qwen3", **BIG)
     opts = Options(hf_checkpoint=str(model), actor_num_gpus_per_node=n, lr=1e-3, **fields)
     config = read_config(model)
-    terms = rank_on(opts, find_family(config, ""), config, Layout.of(opts, BIG["num_hidden_layers"]), 0).host
+    terms = rank_on(opts, find_family(config, ""), config, Layout.from_options(opts, BIG["num_hidden_layers"]), 0).host
     if where == "host":
         (found, *_) = run_ranks(n, saved_and_loaded, opts, tmp_path / "c")
     else:
         found = on_fake_device(on_the_device, opts, tmp_path / "c", "save")
         found |= on_fake_device(on_the_device, opts, tmp_path / "c", "load")
-    few = checkpoint_bytes(Options(), Count(0, 0), Layout.of(opts, 1), BIG["vocab_size"] * BIG["hidden_size"])
+    few = checkpoint_bytes(Options(), Count(0, 0), Layout.from_options(opts, 1), BIG["vocab_size"] * BIG["hidden_size"])
     assert found["save"] <= few + OTHER < 0.5 * found["states"], found
     loading = terms["save or load"] + terms["optimizer"]
     assert found["load"] <= 1.1 * loading + OTHER, found

@@ -72,7 +72,7 @@ def losses(policy: Any, opts: Options, steps: int) -> list[float]:
     """Losses of training on the same batch again and again."""
     from hpcrl.trainer.step import train_batch
 
-    mine = ShareExchange(policy.ranks).exchange(shares(opts, batch().take(range(8)))[policy.ranks.dp_rank])
+    mine = ShareExchange(policy.ranks).exchange(shares(opts, batch().select(range(8)))[policy.ranks.dp_rank])
     return [train_batch.train(policy, policy.ranks, opts, mine)["train/loss"] for _ in range(steps)]
 
 
@@ -449,10 +449,10 @@ def test_a_failed_load_names_the_one_before(tmp_path: Path, models: dict[str, Pa
 
 def test_space_is_asked_for_only_where_it_lacks(tmp_path: Path) -> None:
     """Whatever the cause: a name in a pickle, a writer that was killed, a deadline."""
-    from hpcrl.trainer.checkpoint.save_load import told
+    from hpcrl.trainer.checkpoint.save_load import name_checkpoint_in_error
 
     def said(what: str, hint: str = "") -> str:
-        with pytest.raises(HpcrlError) as caught, told(tmp_path / "iter_0000002"):
+        with pytest.raises(HpcrlError) as caught, name_checkpoint_in_error(tmp_path / "iter_0000002"):
             raise HpcrlError(what, hint)
         return str(caught.value)
 

@@ -75,14 +75,14 @@ def two_steps(opts: Options, model: Path, loss: str, other: Path | None, tensors
 
 def train(every: list[Options], adapter: Path) -> list[list[tuple[float, float]]]:
     """The same on ranks, of each of the options."""
-    from hpcrl.trainer.lora.values import begin, fill
+    from hpcrl.trainer.lora.values import fill, init_adapter
     from hpcrl.trainer.step import train_batch
 
     ranks, found = None, []
     for opts in every:
         policy = whole.start(opts, ranks)
         ranks = policy.ranks
-        begin(policy, opts.seed)
+        init_adapter(policy, opts.seed)
         fill(policy, load_file(adapter), str(adapter))
         mine = ShareExchange(ranks).exchange(whole.shares(opts)[ranks.dp_rank])
         others = whole.others_of(policy, opts)

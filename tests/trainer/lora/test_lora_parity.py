@@ -36,10 +36,10 @@ LAYOUTS = parity_of_families.LAYOUTS
 
 def start(opts: Any, ranks: Any, adapter: Path) -> Any:
     """A policy with the adapter of a file."""
-    from hpcrl.trainer.lora.values import begin, fill
+    from hpcrl.trainer.lora.values import fill, init_adapter
 
     policy = parity.start(opts, ranks)
-    begin(policy, opts.seed)
+    init_adapter(policy, opts.seed)
     fill(policy, load_file(adapter), str(adapter))
     return policy
 

@@ -78,7 +78,7 @@ def begun(opts: Options, directory: Path, ranks: Any = None) -> tuple[Any, Any, 
 def trained(policy: Any, others: Any, opts: Options, steps: int) -> list[dict[str, float]]:
     from hpcrl.trainer.step import train_batch
 
-    mine = ShareExchange(policy.ranks).exchange(shares(opts, batch().take(range(8)))[policy.ranks.dp_rank])
+    mine = ShareExchange(policy.ranks).exchange(shares(opts, batch().select(range(8)))[policy.ranks.dp_rank])
     return [train_batch.train(policy, policy.ranks, opts, mine, others.of_share(0, 0)) for _ in range(steps)]
 
 
@@ -200,7 +200,7 @@ def test_a_plan_counts_what_ranks_hold(models: dict[str, Path], tmp_path: Path, 
     for lora in (LORA, LORA | {"lora_type": "lora", "target_modules": ["linear_qkv", "down_proj"]}):
         opts = options(models[name], n, **lora | fields)
         for trained, every, stage in run_ranks(n, held, opts, tmp_path):
-            layout_of = Layout.of(opts, family.transformer(config)["num_layers"])
+            layout_of = Layout.from_options(opts, family.transformer(config)["num_layers"])
             count = on_stage(family, config, layout_of, stage, opts.megatron)
             assert (count.trained, count.all) == (trained, every)
 
@@ -236,7 +236,7 @@ def dropped(opts: Options, directory: Path) -> tuple[list[float], list[float]]:
     policy, others, _ = begun(opts, directory)
     from hpcrl.trainer.step import packing, passes
 
-    mine = ShareExchange(policy.ranks).exchange(shares(opts, batch().take(range(8)))[policy.ranks.dp_rank])
+    mine = ShareExchange(policy.ranks).exchange(shares(opts, batch().select(range(8)))[policy.ranks.dp_rank])
     trained(policy, others, opts, 1)
     rows = [packing.pack(mine.batch, mine.micro_batches[0][0], policy.ranks, policy.config.sequence_parallel)]
     passed = [float(torch.cat(passes.logprobs(policy, opts, rows)).sum()) for _ in range(2)]

@@ -125,7 +125,7 @@ def test_what_was_stored_is_the_same_again(average: bool) -> None:
     kept = {name: value.clone() for name, value in held.stored().items()}
     assert {value.dtype for value in kept.values()} == ({torch.float32} if average else {torch.bfloat16, torch.float32})
     again = HostWeights(model, average=average)
-    again.take(kept)
+    again.load_values(kept)
     again.follow(0.3 if average else 1.0)
     held.follow(0.3 if average else 1.0)
     with held.swapped_in():

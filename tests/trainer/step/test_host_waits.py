@@ -75,7 +75,7 @@ def alike() -> SampleBatch:
         plain_sample(9, 11, group=i // 4, index=i % 4, reward=float(i % 3), tokens=np.arange(20, dtype=np.int32) + i)
         for i in range(whole.SAMPLES)
     ]
-    return SampleBatch.of(made)
+    return SampleBatch.from_samples(made)
 
 
 @pytest.mark.parametrize("kind", families.one_of_each_kind(families.SIZES))

@@ -198,7 +198,7 @@ def batch() -> SampleBatch:
                 status=COMPLETED,
             )
         )
-    return SampleBatch.of(samples)
+    return SampleBatch.from_samples(samples)
 
 
 def shares(opts: Options, data: SampleBatch | None = None) -> list[Share]:
@@ -597,7 +597,7 @@ def test_a_response_of_two_alike_samples_counts_as_one(model: Path, other: Path,
     """Samples twice in their responses, so that 19 are filled up to 20 for two ranks: the same advantages, loss and
     gradient."""
     data = batch()
-    twice = data.take(sorted([*range(SAMPLES), 0, 5, 5]))
+    twice = data.select(sorted([*range(SAMPLES), 0, 5, 5]))
     sums = np.add.reduceat(twice.loss_mask.astype(np.int64), twice.response_offsets[:-1])
     keys = twice.rows["group"] * 4 + twice.rows["index"]
     twice.rows["trained"] = [sums[keys == key].sum() for key in keys]

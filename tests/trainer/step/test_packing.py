@@ -37,7 +37,7 @@ def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
         )
         for number, (prompt, response) in enumerate(sizes)
     ]
-    return SampleBatch.of(samples)
+    return SampleBatch.from_samples(samples)
 
 
 def expected(data: SampleBatch, rows: list[int]) -> list[tuple]:
@@ -160,7 +160,7 @@ def test_several_samples_weigh_as_one() -> None:
     from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
 
     whole = batch([(3, 4), (2, 5), (4, 3), (2, 6)])
-    data = whole.take([0, 0, 0, 1, 2, 3, 3])
+    data = whole.select([0, 0, 0, 1, 2, 3, 3])
     data.rows["index"], data.rows["group"] = [0, 0, 0, 1, 2, 3, 3], 0
     sums = np.add.reduceat(data.loss_mask.astype(np.int64), data.response_offsets[:-1])
     data.rows["trained"] = [sums[data.rows["index"] == index].sum() for index in data.rows["index"]]

@@ -39,7 +39,7 @@ def share_of_steps(tokens: list[int], versions: list[int] | None = None, version
         for number in range(2 * len(tokens))
     ]
     micro_batches = [[[2 * step], [2 * step + 1]] for step in range(len(tokens))]
-    return Share(3, version, SampleBatch.of(samples), micro_batches, [2] * len(tokens), tokens, {})
+    return Share(3, version, SampleBatch.from_samples(samples), micro_batches, [2] * len(tokens), tokens, {})
 
 
 def run(
@@ -151,7 +151,9 @@ def test_a_step_without_tokens_says_so(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_response_counts_once_in_each_step(steps: list[list[int]]) -> None:
     """A response of several samples has as much weight as one of one sample: weights times samples by responses."""
     parts = [count for step in steps for count in step]
-    batch = SampleBatch.of([plain_sample(group=5, index=i) for i, count in enumerate(parts) for _ in range(count)])
+    batch = SampleBatch.from_samples(
+        [plain_sample(group=5, index=i) for i, count in enumerate(parts) for _ in range(count)]
+    )
     share = Share(0, 0, batch, [[[0]]] * len(steps), [sum(step) for step in steps], [1] * len(steps), {})
     assert samples_a_response(share) == [sum(step) / len(step) for step in steps]
 
@@ -178,7 +180,7 @@ def test_metrics_are_divided_as_the_loss(per_token: bool) -> None:
 def test_what_was_not_graded_has_no_response() -> None:
     """A group of wrong answers, one of which was not graded, teaches nothing, where a reward of 0 would be the best."""
     samples = [plain_sample(index=i, reward=-1.0, status=COMPLETED) for i in range(4)]
-    table = SampleBatch.of(samples).rows
+    table = SampleBatch.from_samples(samples).rows
     assert _responses(table, RANKS.device) is None
     table["status"][2] = STATUSES.index(PENDING)
     table["reward"][2] = 0.0

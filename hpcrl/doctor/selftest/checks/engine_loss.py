@@ -15,7 +15,7 @@ from hpcrl.doctor.selftest.checks.large_update import GPU
 from hpcrl.doctor.selftest.registry import Check, Outcome, Skip
 from hpcrl.doctor.selftest.tiny_model import make_model
 from hpcrl.doctor.selftest.whole_run import gpu_count, recipe_with_engines, run, steps
-from hpcrl.engine.membership.http import CORE, Address, HttpError, ask
+from hpcrl.engine.membership.http import CORE, Address, HttpError, request_json
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import http_key
@@ -46,7 +46,7 @@ class Strike:
 
     def _look(self, engine: EnginePeer, key: str) -> None:
         try:
-            busy = ask(Address(engine.host, engine.port, key), "GET", CORE, 1.0)
+            busy = request_json(Address(engine.host, engine.port, key), "GET", CORE, 1.0)
         except HttpError:
             return
         at = busy.get("at", "") if isinstance(busy, dict) else ""

@@ -49,9 +49,9 @@ class Other:
             text=True,
             env=os.environ | {PARENT: str(os.getpid())},
         )
-        self.answer = self.ask(told)
+        self.answer = self.request(told)
 
-    def ask(self, what: Any) -> Any:
+    def request(self, what: Any) -> Any:
         """Its answer.
 
         Raises:
@@ -90,11 +90,11 @@ def hand_over(device: torch.device, size: int) -> Outcome:
         for turn in range(TURNS):
             block.buffer.view(torch.int64).copy_(pattern(turn, size, device))
             settle(memory, LIMIT)
-            if not other.ask({"turn": turn})["same"]:
+            if not other.request({"turn": turn})["same"]:
                 return Outcome(
                     "failed", f"what was written in turn {turn} is not what the other process reads", {"turn": turn}
                 )
-        rates = other.ask({"turn": None})
+        rates = other.request({"turn": None})
     finally:
         other.end()
     shown = f"{size / 2**20:.0f} MiB read {TURNS} times without a difference, at {rates['opened'] / 1e9:.3g} GB/s"
