@@ -221,16 +221,13 @@ class Receiver(WeightTransferEngine):
             self.unfinished = True
             self.account = None
 
-    def _parts(self) -> list[Any]:
-        """What an update fills: the model, and the layers that it brings for drafts."""
-        return [self.model, *([self.drafts] if self.drafts is not None else [])]
-
     def _take_apart(self) -> None:
         self._kernels = []
         self.loading = True
         self._loaded = set()
         self._parameters = set()
-        for part in self._parts():
+        # an update fills the model, and the layers that it brings for drafts
+        for part in (self.model, *([self.drafts] if self.drafts is not None else [])):
             if self.device.type == "cpu":
                 self._kernels += drop_expert_kernels(part)
             used = {name for name, _ in part.named_parameters() if not name.endswith(OPTIONAL)}

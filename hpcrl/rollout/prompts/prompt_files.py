@@ -225,7 +225,7 @@ class Drawn(Sequence[Prompt]):
             raise IndexError(index)
         at = index if self.kept is None else int(self.kept[index])
         row = self._row(at)
-        (tokens,) = self._encode([(at, row)])
+        (tokens,) = encode(list(self._texts([(at, row)])), self._tokenizer)
         worse = row.learned[1] if len(row.learned) > 1 else None
         target, rejected = (*tokens.targets, None, None)[:2]
         metadata = row.metadata | self._reading.overrides
@@ -272,14 +272,6 @@ class Drawn(Sequence[Prompt]):
         name = row.metadata.get("rm_type") if self._reading.keys.own_types else None
         if name is not None and name.strip() and name.strip() not in self.types:
             self.types[name.strip()] = self._rows.where(at)
-
-    def _encode(self, rows: Sequence[tuple[int, PromptRow]]) -> list[EncodedRow]:
-        """Their tokens.
-
-        Raises:
-            DataError: names the row that the chat template refuses.
-        """
-        return encode(list(self._texts(rows)), self._tokenizer)
 
     def _texts(self, rows: Sequence[tuple[int, PromptRow]]) -> Iterator[RenderedRow]:
         for at, row in rows:
