@@ -177,7 +177,7 @@ class WeightStream:
         """From another thread: have what is under way here fail."""
         self.exporter.leave()
 
-    def finish(self) -> None:
+    def finish_update(self) -> None:
         """Let the other ranks continue; nothing more is asked of them.
 
         An export that was begun is gone through to its end first, since it is collective.

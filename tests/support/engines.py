@@ -222,7 +222,7 @@ class WholeTensors:
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.pairs)
 
-    def finish(self) -> None: ...
+    def finish_update(self) -> None: ...
 
 
 def connected(engines: Engines, options: Options | None = None) -> WeightSender:

@@ -30,7 +30,7 @@ def rank_side(options: Options) -> tuple[list[str], list[str], int]:
     seen = 0
     if policy.ranks.rank == 0:
         seen = len(list(islice(stream.gathered(), 3)))
-        stream.finish()
+        stream.finish_update()
     else:
         stream.follow()
     return held, [name for name, _ in export(policy)], seen
@@ -55,6 +55,6 @@ def test_an_export_that_nobody_began_is_not_made(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(WeightStream, "_say", lambda _, word, what=None: said.append(word))
     stream = WeightStream(None)  # type: ignore[arg-type]
     stream.gathered()
-    stream.finish()
-    stream.finish()
+    stream.finish_update()
+    stream.finish_update()
     assert said == ["end"]

@@ -67,7 +67,7 @@ class Sender:
             for number, _ in enumerate(tensors.gathered()):
                 self.end(self.engines, number)
         finally:
-            tensors.end()
+            tensors.finish_update()
         for engine in self.engines:
             self.held[engine.index, engine.incarnation] = version
         return {"perf/update_weights_time": 1.0}
@@ -89,7 +89,7 @@ class Export:
     def gathered(self) -> Iterator[Any]:
         yield from TENSORS
 
-    def finish(self) -> None:
+    def finish_update(self) -> None:
         self.ended += self.open
         self.open = False
 

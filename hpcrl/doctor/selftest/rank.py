@@ -35,7 +35,7 @@ def gather(mine: Outcome, place: CheckContext) -> Outcome:
     import torch
     import torch.distributed as dist
 
-    data = msgspec.json.encode(msgspec.structs.replace(mine, said=mine.text[:500]))[:LONGEST].ljust(LONGEST)
+    data = msgspec.json.encode(msgspec.structs.replace(mine, text=mine.text[:500]))[:LONGEST].ljust(LONGEST)
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(place.device)
     rows = torch.empty(place.world * LONGEST, dtype=torch.uint8, device=place.device)
     dist.all_gather_into_tensor(rows, row)

@@ -67,7 +67,7 @@ class StageAttempts:
     observe: Callable[[RunDir], AbstractContextManager[Callable[[], None]]]
     turn: Callable[[RunDir], None]
     leave: Leave = stay
-    hosts: HeldHosts = field(default_factory=HeldHosts)
+    held_hosts: HeldHosts = field(default_factory=HeldHosts)
     failed: list[FailedAttempt] = field(default_factory=list)
     _position: list[str] = field(default_factory=list)  #: what had been saved at the last failure
     _fruitless: int = 0  #: failures since then
@@ -89,7 +89,7 @@ class StageAttempts:
                     self._continue_after(error, rundir)
                 rundir = RunDir(rundir.root, rundir.attempt + 1)
         finally:
-            self.hosts.end(rundir, lambda: self.turn(rundir), lambda: self.stop.requests > 1)
+            self.held_hosts.end(rundir, lambda: self.turn(rundir), lambda: self.stop.requests > 1)
 
     @property
     def _outlives(self) -> bool:
@@ -99,13 +99,13 @@ class StageAttempts:
     def _attempt(self, rundir: RunDir) -> Summary:
         with self.observe(rundir) as poll:
             first = rundir.attempt - len(self.failed)
-            return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.hosts, first)
+            return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held_hosts, first)
 
     def _continue_after(self, error: HpcrlError, rundir: RunDir) -> None:
         """Return once another attempt may begin; raise the error where none does."""
         if self.stop.requests:  # it was to save and end, and did not: the caller knows what that means
             raise error
-        begun = bool(self.hosts.members)
+        begun = bool(self.held_hosts.members)
         turn = lambda: self.turn(rundir)  # noqa: E731
         self.failed.append(self._look_at(rundir))
         turn()
@@ -118,9 +118,9 @@ class StageAttempts:
         self._raise_final(error, (why if final else "") if begun else "its hosts could not be had")
         self._raise_final(error, self._full_disk(rundir))
         if self.backend.all_see():
-            self.hosts.pause(rundir, turn)
-        paused = self.backend.all_see() and bool(self.hosts.members)
-        fault = self.leave(error, paused and not self.hosts.absent, self.hosts.stuck)
+            self.held_hosts.pause(rundir, turn)
+        paused = self.backend.all_see() and bool(self.held_hosts.members)
+        fault = self.leave(error, paused and not self.held_hosts.absent, self.held_hosts.stuck)
         plan = self._without(fault, rundir)
         self._raise_final(error, (fault.why or why) if plan is None or not fault.hosts else "")
         turn()
@@ -130,15 +130,15 @@ class StageAttempts:
             self._raise_final(error, fruitless.what)
         say(f"attempt {rundir.attempt} failed: {error.what}")
         if fault.hosts:
-            self.hosts.hosts = leave_out(self.hosts.hosts, fault.hosts, fault.why, rundir)
+            self.held_hosts.hosts = leave_out(self.held_hosts.hosts, fault.hosts, fault.why, rundir)
             self.backend.leave_out(fault.hosts)
-        if plan is not None and paused and self.hosts.absent <= set(fault.hosts):
-            self.hosts.carry(plan)
+        if plan is not None and paused and self.held_hosts.absent <= set(fault.hosts):
+            self.held_hosts.carry(plan)
         else:
             tell_followed(rundir)
-            self.hosts.end(rundir, turn, lambda: self.stop.requests > 1)
+            self.held_hosts.end(rundir, turn, lambda: self.stop.requests > 1)
         self._raise_final(error, "")
-        number = len(self.hosts.engines)
+        number = len(self.held_hosts.engines)
         engines = f"; {number} engine{'s' * (number > 1)} continue{'s' * (number == 1)}" if number else ""
         where = f"without {', '.join(fault.hosts)}" if fault.hosts else "on the same hosts"
         say(f"attempt {rundir.attempt + 1} begins {where}{engines}")
@@ -147,9 +147,9 @@ class StageAttempts:
         """The plan of the next attempt without the hosts at fault; None if there is none."""
         if fault.why and not (fault.hosts and self._outlives):
             return None
-        hosts = without(self.hosts.hosts, fault.hosts)
+        hosts = without(self.held_hosts.hosts, fault.hosts)
         try:
-            return make_plan(self.options, hosts, self.run_id, rundir.attempt + 1, self.hosts.kept)
+            return make_plan(self.options, hosts, self.run_id, rundir.attempt + 1, self.held_hosts.kept)
         except UsageError:
             if self.options.spares:
                 say("no spare host is left that could take a place")

@@ -21,7 +21,7 @@ class GroupProgress:
 
     Attributes:
         finished: index of a response -> its graded samples.
-        begun: index -> samples of one to be resumed: unfinished (ABORTED), or finished and not graded.
+        partial: index -> samples of one to be resumed: unfinished (ABORTED), or finished and not graded.
         baseline: the reward of the greedy response, NaN if there is none yet, infinite if its grading failed.
     """
 
@@ -75,7 +75,7 @@ def fit(progress: GroupProgress, version: int, bound: int | None, parts: bool) -
             since its later tokens follow from it; of one with tokens of a later policy the part before them stays.
     """
     finished = {}
-    begun = {}
+    partial = {}
     lost = 0
     for index, samples in progress.finished.items():
         if all(_fits(sample, version, bound) for sample in samples):
@@ -83,17 +83,17 @@ def fit(progress: GroupProgress, version: int, bound: int | None, parts: bool) -
             continue
         lost += 1
         if parts and (cut := _cut(samples, version, bound)) is not None:
-            begun[index] = (cut,)
+            partial[index] = (cut,)
     for index, several in progress.partial.items():
         if parts and all(_fits(sample, version, bound) for sample in several):
-            begun[index] = several
+            partial[index] = several
             continue
         lost += 1
         if parts and (cut := _cut(list(several), version, bound)) is not None:
-            begun[index] = (cut,)
+            partial[index] = (cut,)
     # the greedy response was given by whatever policy the others were
     baseline = progress.baseline if lost == 0 else math.nan
-    return replace(progress, finished=finished, begun=begun, baseline=baseline), lost
+    return replace(progress, finished=finished, partial=partial, baseline=baseline), lost
 
 
 def _fits(sample: Sample, version: int, bound: int | None) -> bool:

@@ -296,7 +296,7 @@ def _checkpoint_repairs() -> None:
     shards = importlib.import_module("hpcrl.trainer.checkpoint.optimizer_shards")
     # Megatron gathers the state of all data-parallel ranks on the first of them, in host memory; to load it, on each.
     optimizer.sharded_param_state_fully_reshardable = shards.param_state
-    optimizer.load_parameter_state_from_fully_reshardable = shards.take
+    optimizer.load_parameter_state_from_fully_reshardable = shards.load_into_optimizer
     stock = optimizer._set_main_param_and_optimizer_states
 
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:

@@ -154,7 +154,7 @@ def test_slow_health_is_not_death(rundir: RunDir, stubs: list[Stub], monkeypatch
 
     monkeypatch.setattr(
         module,
-        "ask",
+        "request_json",
         lambda a, method, path, seconds, body=None: request_json(
             a, method, path, 0.1 if method == "GET" else seconds, body
         ),

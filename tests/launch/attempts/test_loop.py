@@ -90,7 +90,7 @@ class Job:
             lambda rundir: None,
             leave,
         )
-        return StageAttempts(*given, hosts=self.held).run(self.rundir)
+        return StageAttempts(*given, held_hosts=self.held).run(self.rundir)
 
 
 def killed(*_: Any) -> str:

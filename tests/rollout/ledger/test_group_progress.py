@@ -33,11 +33,11 @@ def test_a_group_is_complete_with_all_that_is_wanted() -> None:
     half = progress({0: [of(1)]})
     assert half.complete(1, False) and not half.complete(2, False) and not half.complete(1, True)
     assert progress({0: [of(1)]}, baseline=0.0).complete(1, True)
-    assert progress({}).empty and not half.empty and not progress({}, begun={0: (of(1),)}).empty
+    assert progress({}).empty and not half.empty and not progress({}, partial={0: (of(1),)}).empty
 
 
 def test_samples_are_in_order_of_index() -> None:
-    group = progress({2: [of(3), of(4)], 0: [of(5)]}, begun={1: (of(2, 9, status=ABORTED),)})
+    group = progress({2: [of(3), of(4)], 0: [of(5)]}, partial={1: (of(2, 9, status=ABORTED),)})
     assert [int(sample.versions[0]) for sample in group.samples()] == [5, 3, 4]
     assert [int(sample.versions[0]) for sample in group.all_samples()] == [5, 2, 3, 4]
     assert group.versions() == (2, 9)
@@ -62,7 +62,7 @@ def test_what_later_policies_added_is_cut_off(versions: list[int], trainer: int,
     kept = [version for version in versions if version <= trainer]
     for group in (
         progress({0: [of(*versions, reward=1.0, response="said")]}),
-        progress({}, begun={0: (of(*versions, status=ABORTED),)}),
+        progress({}, partial={0: (of(*versions, status=ABORTED),)}),
     ):
         found, lost = fit(group, trainer, bound, parts=True)
         young = bound is None or trainer - versions[0] <= bound

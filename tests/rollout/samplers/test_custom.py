@@ -120,11 +120,11 @@ def found(model: Path) -> dict[str, Any]:
             policy.begun = []
             policy.ends = {}
             begun = tuple(found["second-ended"])
-            again = replace(asked(model, label="two_turns"), begun=begun, rollout_id=4, version=9)
+            again = replace(asked(model, label="two_turns"), partial=begun, rollout_id=4, version=9)
             found["whole"] = await made.make(again)
             found["policy-whole"], found["begun-whole"] = policy.asked, policy.begun
             policy.asked = []
-            done = replace(again, begun=(replace(found["whole"][0], reward=math.nan),))
+            done = replace(again, partial=(replace(found["whole"][0], reward=math.nan),))
             found["graded"] = await made.make(done)
             assert not policy.asked, "it is finished, and waits for its reward alone"
         return found

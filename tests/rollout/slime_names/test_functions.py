@@ -47,7 +47,7 @@ def found(model: Path) -> dict[str, Any]:
             policy.ends = {2: 2}  # its second turn is ended early
             found["ended"] = await made.make(asked(model, label="tool_user"))
             policy.asked, policy.begun, policy.ends = [], [], {}
-            again = replace(asked(model, label="tool_user"), begun=tuple(found["ended"]), rollout_id=4, version=9)
+            again = replace(asked(model, label="tool_user"), partial=tuple(found["ended"]), rollout_id=4, version=9)
             found["whole"] = await made.make(again)
             found["policy-whole"], found["begun-whole"] = policy.asked, policy.begun
         return found
