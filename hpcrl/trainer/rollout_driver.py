@@ -54,7 +54,7 @@ class RolloutDriver:
         self.timeline = role_timeline(context.rundir, "trainer", 0, context.plan.rollout.host)
         self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
         self.log = MetricsLog(context.rundir)
-        self.total: int = self._call("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
+        self.total: int = self._call("start_run", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
         self.log.truncate(self.rollout_id)
         self._name_weights()
         publish(context.rundir, TrainerPeer(start=self.rollout_id, total=self.total, versions=versions()))

@@ -115,7 +115,7 @@ class Attempt:
 
     def begin(self, rollout_id: int = 0, state: dict[str, Any] | None = None) -> int:
         self.clients = [QueueClient(self.rundir, self.plan, rank, 2, 60) for rank in range(2)]
-        total = self.call("begin", rollout_id=rollout_id, state=state)["num_rollout"]
+        total = self.call("start_run", rollout_id=rollout_id, state=state)["num_rollout"]
         self.call(
             "engines_updated", engines=self.call("engines")["update"], version=rollout_id
         )  # the engines say what they hold
