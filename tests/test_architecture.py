@@ -74,7 +74,6 @@ READERS = {
     "config/slime/launcher_values.py": "inside the sandbox, the script itself",
     "utils/untrusted_files.py": "the one reader",
     "trainer/checkpoint/forked_writer.py": "/proc",
-    "run/compile_cache/store.py": "archives of compiled code, with the same flags, in a directory that it holds open",
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
     "models/files/torch_dist.py": "checkpoints, as large as a model",
     "rollout/prompts/rows.py": "prompt files, read row by row",
@@ -87,8 +86,7 @@ READERS = {
 #: modules that write files past `write_atomic`, `write_first`, `open_append` and `touch`, and what they write
 WRITERS = {
     "cli/main.py": "/dev/null",
-    "run/compile_cache/archive.py": "what it unpacks into a directory that is moved into place, file by file, once it is whole",
-    "run/compile_cache/store.py": "archives as large as compiled code, next to what they take the place of, then renamed",
+    "run/compile_cache/archive.py": "archives as large as compiled code, next to what they take the place of, then renamed",
     "cli/options.py": "what --write names",
     "cli/selftest.py": "what --report names",
     "models/convert/to_fp8.py": "a model's directory, which is put into its place as a whole",

@@ -89,7 +89,8 @@ class TrainingLoop:
         from hpcrl.trainer.evaluations import EvaluationSchedule
         from hpcrl.trainer.megatron.model import know_length
 
-        self.total: int = self.rollout.call("start_run", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
+        started = self.rollout.call("start_run", rollout_id=self.at.rollout_id, state=self.at.data)
+        self.total: int = started["num_rollout"]
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)
         asking = (self.rollout.call, self.rollout.wait, self.log, self.rank.together, self.timeline)

@@ -1,5 +1,5 @@
 """Compiled code, kept from one start of a role to the next, on whatever node that is.
 
 `shape.py` says what compiled code depends on, `archive.py` packs a directory of it into one file and unpacks it,
-`store.py` is the directory of these files that all nodes see, `role_cache.py` what a role does with them.
+`role_cache.py` is what a role does with them.
 """

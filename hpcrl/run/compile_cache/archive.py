@@ -1,9 +1,11 @@
-"""One file for a directory of compiled code: a tar, compressed with gzip, of regular files alone.
+"""One archive of compiled code: a tar, compressed with gzip, in a directory of this user that all nodes see.
 
-Invariants: whatever an archive holds, nothing is written outside of the directory that it is unpacked into, no link is
-made, and no more is written than was allowed; a file appears there only after all of the archive was read and its
-checksum held, whole, and never in place of one that is there, which a process may have in use; a file that changes
-while it is packed is left out.
+    DIRECTORY/            mode 0700
+      SHAPE.tar.gz        mode 0600
+
+What is in an archive will be run. Invariants: an archive is read only if it is a regular file that this user alone can
+write; what is in it appears on the node only after its checksum held, and never in place of a file that is there; an
+archive is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,202 +13,139 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
-import re
 import shutil
 import stat
 import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple
 
-from hpcrl.errors import DeadlineError
-from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.untrusted_files import Damaged, open_regular
+from hpcrl.errors import HpcrlError
+from hpcrl.run.gpu_environment import private_directory
+from hpcrl.utils.untrusted_files import Damaged, make_parents, open_regular
 
 #: the folders of a directory of compiled code that are packed.  Not the modules that a model brings along: these are
 #: copies of its own files, and are to come from there
 FOLDERS = ("vllm", "triton", "inductor", "flashinfer")
 MOST_BYTES = 4 << 30  #: of all files of an archive
-MOST_FILES = 200_000
+MOST_KEPT = 16 << 30  #: of all archives
 CHUNK = 1 << 20
-LEVEL = 1  #: of gzip, the fastest
-HALF = ".unpacking-"  #: what a directory is called until what is in it has been checked
-ABANDONED = 600.0  #: seconds after which such a directory is of a process that was killed
-TIME = "HPCRL.mtime_ns"  #: a header of ours: a tar's own has a float, and ninja compares nanoseconds
-A_TIME = re.compile(r"-?[0-9]{1,19}")
+END = ".tar.gz"
+ABANDONED = 3600.0  #: seconds after which what is half written is of a process that was killed
 #: what only serves while something is compiled
 PASSING_FOLDERS = {"locks", "__pycache__"}
 PASSING_ENDS = (".lock", ".tmp", ".pyc")
 
-
-class CompiledFile(NamedTuple):
-    """A file, as it is on the node."""
-
-    size: int
-    mtime: int  #: in nanoseconds
+Listing = Mapping[str, tuple[int, float]]  #: the name of a file in an archive -> (bytes, time of its last change)
 
 
-def listing(directory: Path) -> dict[str, CompiledFile]:
-    """The files of a directory of compiled code that are worth packing, by their names in an archive.
-
-    What goes meanwhile, and links, are left out.
-    """
-    found: dict[str, CompiledFile] = {}
+def listing(directory: Path) -> Listing:
+    """The files of a directory of compiled code that are worth packing, without links."""
+    found = {}
     for folder in FOLDERS:
         for place, folders, names in os.walk(directory / folder):
             folders[:] = [name for name in folders if name not in PASSING_FOLDERS and not name.startswith("tmp")]
-            for name in names:
-                if name.endswith(PASSING_ENDS):
-                    continue
-                path = Path(place, name)
+            for path in (Path(place, name) for name in names if not name.endswith(PASSING_ENDS)):
                 with contextlib.suppress(OSError):
                     seen = path.lstat()
                     if stat.S_ISREG(seen.st_mode):
-                        found[path.relative_to(directory).as_posix()] = CompiledFile(seen.st_size, seen.st_mtime_ns)
+                        found[path.relative_to(directory).as_posix()] = seen.st_size, seen.st_mtime
     return found
 
 
-def pack(
-    directory: Path, files: Mapping[str, CompiledFile], out: BinaryIO, deadline: Deadline
-) -> dict[str, CompiledFile]:
-    """Write an archive of these files; those that are in it: none that is gone, or is not what it was when listed.
+def pack(directory: Path, kept: Path, shape: str) -> Listing | None:
+    """Write the archive of a shape; what is in it, or None if a file has changed meanwhile, and nothing is written.
 
     Raises:
-        DeadlineError, OSError.
+        OSError, HpcrlError: if that is not possible, or too large.
     """
-    taken: dict[str, CompiledFile] = {}
-    with (
-        gzip.GzipFile(filename="", mode="wb", fileobj=out, compresslevel=LEVEL, mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-    ):
-        for name, listed in sorted(files.items()):
-            _check(deadline)
-            try:
-                with open_regular(directory / name) as file:
-                    before = _seen(file)
-                    data, mode = file.read(), os.fstat(file.fileno()).st_mode
-                    after = _seen(file)
-            except OSError:
-                continue
-            if not before == after == listed or len(data) != listed.size:
-                continue
-            about = tarfile.TarInfo(name)
-            about.size, about.mtime, about.mode = len(data), listed.mtime // 10**9, 0o600 | mode & 0o100
-            about.pax_headers = {TIME: str(listed.mtime)}
-            tar.addfile(about, _Slow(data, deadline))
-            taken[name] = listed
-    return taken
-
-
-def _seen(file: BinaryIO) -> CompiledFile:
-    found = os.fstat(file.fileno())
-    return CompiledFile(found.st_size, found.st_mtime_ns)
-
-
-class _Slow:
-    """Bytes that are read no further than a deadline."""
-
-    def __init__(self, data: bytes, deadline: Deadline) -> None:
-        self.data, self.at, self.deadline = memoryview(data), 0, deadline
-
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
-        _check(self.deadline)
-        end = len(self.data) if size < 0 else self.at + size
-        found = bytes(self.data[self.at : end])
-        self.at += len(found)
-        return found
-
-
-def unpack(file: BinaryIO, directory: Path, deadline: Deadline, most: int = MOST_BYTES) -> dict[str, CompiledFile]:
-    """Put the files of an archive into a directory; those that are there stay.
-
-    Returns:
-        All that the archive has.
-
-    Raises:
-        Damaged: if it is no whole archive of plain files below FOLDERS; OSError: if a file cannot be written;
-            DeadlineError.
-    """
-    for path in directory.glob(f"{HALF}*"):  # not a fresh one, of another process where no lock can be held
-        with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > ABANDONED:
-                shutil.rmtree(path, ignore_errors=True)
-    half = Path(tempfile.mkdtemp(prefix=HALF, dir=directory))
+    files = listing(directory)
+    if (size := sum(size for size, _ in files.values())) > MOST_BYTES:
+        raise HpcrlError(f"{size >> 20} MiB are more than the {MOST_BYTES >> 20} that an archive may have")
+    make_parents(kept)
+    if not private_directory(kept):
+        raise HpcrlError(f"{kept} is not yours alone (chmod 700)")
+    number, half = tempfile.mkstemp(prefix=".", suffix=END, dir=kept)
     try:
-        found = _extract(file, half, deadline, most)
-        _place(half, directory, found)
+        with (
+            contextlib.suppress(FileNotFoundError),  # a file has gone since: the listings differ
+            open(number, "wb") as out,
+            gzip.GzipFile(filename="", mode="wb", fileobj=out, compresslevel=1, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w|") as tar,
+        ):
+            for name in sorted(files):
+                tar.add(directory / name, name, filter=_plain)
+        if listing(directory) != files:
+            return None
+        os.replace(half, kept / (shape + END))
+    finally:
+        Path(half).unlink(missing_ok=True)
+    _trim(kept)
+    return files
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without its owner, and with its time in whole seconds: ninja compares times, and a fraction would be rounded."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    member.mtime = int(member.mtime)
+    return member
+
+
+def unpack(directory: Path, kept: Path, shape: str) -> Listing:
+    """Put the files of a shape's archive into a directory of the node; a folder that is there stays as it is.
+
+    Raises:
+        FileNotFoundError: if there is no archive; OSError: if a file cannot be read or written; Damaged: if it is no
+            archive of plain files, or another user could have written it.
+    """
+    path = kept / (shape + END)
+    if kept.exists() and not private_directory(kept):
+        raise Damaged(f"{kept} is not yours alone (chmod 700)")
+    half = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=directory))
+    try:
+        with open_regular(path) as file:
+            seen = os.fstat(file.fileno())
+            if seen.st_uid != os.getuid() or seen.st_mode & 0o022:
+                raise Damaged(f"{path} is not a file of yours alone")
+            try:
+                with gzip.GzipFile(fileobj=file) as packed:
+                    with tarfile.open(fileobj=packed, mode="r|") as tar:
+                        for member in tar:  # Python 3.11.2 has no filter for this
+                            _check_member(member)
+                            tar.extract(member, half)
+                    while packed.read(CHUNK):  # to its end, where its checksum is
+                        pass
+            except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, ValueError, ArithmeticError) as error:
+                path.unlink(missing_ok=True)
+                raise Damaged(f"the archive is damaged, and removed: {error or type(error).__name__}") from error
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        found = listing(half)
+        for folder in FOLDERS:
+            with contextlib.suppress(OSError):  # another process of the node was first, or it is not in the archive
+                os.rename(half / folder, directory / folder)
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return found
 
 
-def _extract(file: BinaryIO, half: Path, deadline: Deadline, most: int) -> dict[str, CompiledFile]:
-    found: dict[str, CompiledFile] = {}
-    total = 0
-    try:
-        with gzip.GzipFile(fileobj=file) as packed:
-            with tarfile.open(fileobj=packed, mode="r|") as tar:
-                for member in tar:
-                    total += member.size
-                    if total > most or len(found) >= MOST_FILES:
-                        raise Damaged(f"it holds more than {most} bytes or {MOST_FILES} files")
-                    _check_member(member, found)
-                    source = tar.extractfile(member)
-                    assert source is not None
-                    found[member.name] = _write(half / member.name, source, member, deadline)
-            while packed.read(CHUNK):  # to its end, where its checksum is
-                _check(deadline)
-    except Damaged:
-        raise
-    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, ValueError, ArithmeticError) as error:
-        raise Damaged(str(error) or type(error).__name__) from error
-    return found
-
-
-def _check_member(member: tarfile.TarInfo, found: Mapping[str, CompiledFile]) -> None:
-    """Damaged unless it is a regular file with a name as `listing` gives it."""
+def _check_member(member: tarfile.TarInfo) -> None:
+    """ValueError unless it is a regular file below one of FOLDERS; no other user may use it."""
     name = PurePosixPath(member.name)
-    plain = str(name) == member.name and not name.is_absolute() and ".." not in name.parts and "\0" not in member.name
-    if not member.isreg() or member.issparse() or not plain or name.parts[0] not in FOLDERS or len(name.parts) < 2:
-        raise Damaged(f"it holds {member.name[:200]!r}, which is no plain file of compiled code")
-    if member.name in found:
-        raise Damaged(f"it holds {member.name[:200]!r} twice")
+    if not member.isreg() or name.is_absolute() or ".." in name.parts or name.parts[:1] not in {(f,) for f in FOLDERS}:
+        raise ValueError(f"it holds {member.name[:200]!r}, which is no file of compiled code")
+    member.mode = 0o600 | member.mode & 0o100
 
 
-def _write(path: Path, source: BinaryIO, member: tarfile.TarInfo, deadline: Deadline) -> CompiledFile:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600 | member.mode & 0o100)
-    with open(number, "wb") as out:
-        while data := source.read(CHUNK):
-            _check(deadline)
-            out.write(data)
-    if path.stat().st_size != member.size:
-        raise Damaged(f"{member.name[:200]!r} is cut off")
-    told = member.pax_headers.get(TIME, str(int(member.mtime) * 10**9))
-    if not A_TIME.fullmatch(told):
-        raise Damaged(f"{member.name[:200]!r} has no time")
-    os.utime(path, ns=(int(told), int(told)))
-    return CompiledFile(member.size, int(told))
-
-
-def _place(half: Path, directory: Path, names: Iterable[str]) -> None:
-    """Move files that are not there yet to where they belong."""
-    for name in names:
-        path = directory / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            os.link(half / name, path)
-        except FileExistsError:
-            continue
-        except OSError:  # a file system without hard links; who unpacks holds the directory's lock
-            if not os.path.lexists(path):
-                os.rename(half / name, path)
-
-
-def _check(deadline: Deadline) -> None:
-    if deadline.over:
-        raise DeadlineError("it takes too long")
+def _trim(kept: Path) -> None:
+    """Remove archives beyond MOST_KEPT, those first that were used longest ago, and what killed processes have left."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for path in sorted(kept.glob(f"*{END}"), key=lambda path: -path.stat().st_mtime):
+            total += path.stat().st_size
+            late = time.time() - path.stat().st_mtime > ABANDONED
+            if total > MOST_KEPT or (path.name.startswith(".") and late):
+                path.unlink(missing_ok=True)

@@ -39,7 +39,7 @@ def command(context: RoleContext, logs: Path) -> list[str]:
         *("--rdzv-backend", "hpcrl"),
         *("--rdzv-endpoint", context.plan.trainers[0].at),
         *("--rdzv-id", "ranks"),
-        *("--local-addr", _first(context).at),
+        *("--local-addr", context.plan.trainers[context.plan.ranks_on(hosts[context.index])[0]].at),
         *("--nproc-per-node", str(len(context.plan.ranks_on(hosts[context.index])))),
         *("--max-restarts", "0"),
         *("--log-dir", str(logs)),
@@ -47,10 +47,6 @@ def command(context: RoleContext, logs: Path) -> list[str]:
         *("--module", "hpcrl.trainer.main", str(context.rundir.root)),
         *("--attempt", str(context.rundir.attempt)),
     ]
-
-
-def _first(context: RoleContext):  # noqa: ANN202
-    return context.plan.trainers[context.plan.ranks_on(context.plan.trainer_hosts[context.index])[0]]
 
 
 class ToldToEnd(PeerError):

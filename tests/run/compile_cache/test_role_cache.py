@@ -19,11 +19,10 @@ from hpcrl.engine import main
 from hpcrl.engine.main import EngineSupervisor
 from hpcrl.errors import PeerError, UsageError
 from hpcrl.run import gpu_environment
-from hpcrl.run.compile_cache import node_directory, role_cache
+from hpcrl.run.compile_cache import role_cache
 from hpcrl.run.compile_cache.role_cache import ALSO, DEFAULT, KeptCode, kept_directory
 from hpcrl.run.gpu_environment import CACHES
 from hpcrl.run.rundir import RunDir
-from hpcrl.utils.deadline import Deadline, poll
 
 Node = Callable[..., KeptCode]
 
@@ -32,7 +31,7 @@ Node = Callable[..., KeptCode]
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     """A role on a node whose temporary directory has the path of every node's; `new`: that is empty."""
     (place := tmp_path / "node").mkdir()
-    for name, value in {"LAST": 60.0, "NICE": 0, "QUIET": 0.0}.items():
+    for name, value in {"LAST": 60.0, "QUIET": 0.0}.items():
         monkeypatch.setattr(role_cache, name, value)
     monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(place))
     (model := tmp_path / "model").mkdir()
@@ -57,7 +56,7 @@ def compiles(code: KeptCode, **files: bytes) -> None:
         path.write_bytes(data)
     code.watch(compiled=True)
     code.finish()
-    assert code._thread and not code._thread.is_alive()
+    assert code._thread is None or not code._thread.is_alive()
 
 
 def has(code: KeptCode) -> dict[str, bytes]:
@@ -65,8 +64,8 @@ def has(code: KeptCode) -> dict[str, bytes]:
 
 
 def test_next_run_on_another_node_has_the_code(node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What a run has compiled is there when the next begins on an empty node, for its user alone, and says so; what
-    that compiles is added."""
+    """What a run has compiled is there when the next begins on an empty node, and says so; the archive stays as it
+    is from then on."""
     first = node()
     assert has(first) == {} and "nothing kept" in capfd.readouterr().err
     compiles(first, a=b"1", b=b"2")
@@ -74,61 +73,43 @@ def test_next_run_on_another_node_has_the_code(node: Node, tmp_path: Path, capfd
     second = node(run="runs/second")
     assert has(second) == {"a": b"1", "b": b"2"} and second.where == first.where
     assert "2 files, 0.0 MiB, unpacked" in capfd.readouterr().err
+    [archive] = (tmp_path / "runs" / DEFAULT).iterdir()
+    before = archive.stat().st_ino
     compiles(second, c=b"3")
-    assert has(node()) == {"a": b"1", "b": b"2", "c": b"3"}
-    kept = tmp_path / "runs" / DEFAULT
-    assert [path.stat().st_mode & 0o777 for path in (kept, *kept.iterdir())] == [0o700, 0o600]
+    assert archive.stat().st_ino == before and has(node()) == {"a": b"1", "b": b"2"}
+    assert has(node(new=False)) == {"a": b"1", "b": b"2"} and "from an earlier start" in capfd.readouterr().err
     for name, value in second.variables.items():
         assert value == ALSO.get(name, str(second.where and second.where.here / CACHES.get(name, "")))
 
 
-def test_nothing_new_writes_nothing(node: Node, tmp_path: Path) -> None:
-    """A run that has compiled nothing leaves the archive as it is; on a node that has it, it is not unpacked again."""
-    compiles(node(), a=b"1")
-    archive = next((tmp_path / "runs" / DEFAULT).iterdir())
-    before = archive.stat().st_mtime_ns, archive.stat().st_ino
-    compiles(node())
-    assert (archive.stat().st_mtime_ns, archive.stat().st_ino) == before
-    third = node(new=False)
-    os.utime(Path(third.variables["TRITON_CACHE_DIR"]) / "a/kernel")  # as another node that compiles the same
-    compiles(third)
-    assert (archive.stat().st_mtime_ns, archive.stat().st_ino) == before
-
-
-def test_cleaner_of_the_node_costs_nothing(node: Node) -> None:
-    """Where something removes old files of the node, the next start unpacks them again, and an archive never has less
-    than it had."""
-    compiles(node(), a=b"1", b=b"2")
-    remove = lambda code: (Path(code.variables["TRITON_CACHE_DIR"]) / "a/kernel").unlink()  # noqa: E731
-    remove(node(new=False))
-    again = node(new=False)
-    assert has(again) == {"a": b"1", "b": b"2"}
-    remove(again)
-    compiles(again, c=b"3")
-    assert has(node()) == {"a": b"1", "b": b"2", "c": b"3"}
-
-
-@pytest.mark.parametrize("ending", [False, True])
 def test_nothing_is_packed_while_files_change(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ending: bool
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither at the first look nor at the end of a role is code packed that was written just now; later it is."""
+    """What was written just now is not packed, also at the end of a role; once it has settled it is."""
     monkeypatch.setattr(role_cache, "QUIET", 600.0)
+    monkeypatch.setattr(role_cache, "LAST", 2.0)
     code = node()
-    if ending:
-        code.watch()
-    compiles(code, a=b"half")
-    assert not (tmp_path / "runs").exists() and "still change" in capfd.readouterr().err
-    os.utime(Path(code.variables["TRITON_CACHE_DIR"]) / "a/kernel", (1, 1))
-    compiles(node(new=False))
-    assert has(node()) == {"a": b"half"}
+    (path := Path(code.variables["TRITON_CACHE_DIR"]) / "a/kernel").parent.mkdir(parents=True)
+    path.write_bytes(b"half")
+    code.watch(compiled=True)
+    code.finish()
+    assert code._thread and code._thread.is_alive() and not (tmp_path / "runs").exists()
+    os.utime(path, (1, 1))
+    code._thread.join(60)
+    assert "1 files, 0.0 MiB, packed" in capfd.readouterr().err and has(node()) == {"a": b"half"}
 
 
-def test_end_waits_until_files_rest(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written shortly before a role ends is packed once it rests, if the end leaves time for that."""
-    monkeypatch.setattr(role_cache, "QUIET", 1.0)
-    compiles(node(), a=b"1")
-    assert has(node()) == {"a": b"1"}
+def test_unused_directories_of_the_node_go(node: Node) -> None:
+    """A role removes other shapes' directories that none has begun to use for long."""
+    where = node().where
+    assert where
+    gone, fresh = (where.here.parent / f"engine-{letter * 24}" for letter in "ab")
+    for path in (gone, fresh):
+        path.mkdir(mode=0o700)
+    os.utime(gone, (1, 1))
+    os.utime(where.here, (1, 1))
+    node(new=False)
+    assert [path.exists() for path in (gone, fresh, where.here)] == [False, True, True]
 
 
 def test_code_with_which_a_role_died_goes(node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +141,7 @@ def test_engine_that_dies_early_discards_code(
     engine.child.poll.return_value = status
     engine.standing.longest.return_value = None
     engine.context.options.engine_hang_timeout = 60.0
-    for name in ("leftovers", "descendants", "end", "end_descendants"):
+    for name in ("leftovers", "descendants", "end_processes", "end_descendants"):
         monkeypatch.setattr(main, name, lambda *_: set())
     monkeypatch.setattr(main, "was_up", lambda *_: up)
     monkeypatch.setattr(main.psutil, "Process", MagicMock())
@@ -169,30 +150,6 @@ def test_engine_that_dies_early_discards_code(
         engine._check_child()
     engine.end()
     assert engine.code.discard.call_count == discarded and not engine.code.finish.called
-
-
-def test_packing_stops_with_its_role(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A role that ends while it packs leaves no half of an archive."""
-    begun = threading.Event()
-    told: list[bool | None] = []
-    real = role_cache.pack
-
-    def slow(here: Path, found: Any, out: Any, deadline: Any) -> Any:
-        out.write(b"half")
-        begun.set()
-        told.append(poll(lambda: deadline.over, Deadline(30), 0.01))
-        return real(here, found, out, deadline)
-
-    monkeypatch.setattr(role_cache, "pack", slow)
-    code = node()
-    (path := Path(code.variables["TRITON_CACHE_DIR"]) / "a/kernel").parent.mkdir(parents=True)
-    path.write_bytes(b"1")
-    code.watch(compiled=True)
-    assert begun.wait(60)
-    assert [path.name[0] for path in (tmp_path / "runs" / DEFAULT).iterdir()] == ["."]
-    monkeypatch.setattr(role_cache, "ABORT", 60.0)
-    code._abort()
-    assert told == [True] and not list((tmp_path / "runs" / DEFAULT).iterdir())
 
 
 def test_directory_named_after_the_job(
@@ -208,47 +165,9 @@ def test_directory_named_after_the_job(
     assert node(base={"SLURM_JOB_ID": "4711"}).where
 
 
-def test_unused_directories_of_the_node_go(node: Node) -> None:
-    """A role removes other shapes' directories that none has used for long, but none that one uses."""
-    where = node().where
-    assert where
-    root = where.here.parent
-    gone, held, fresh = (root / f"engine-{letter * 24}" for letter in "abc")
-    for path in (gone, held, fresh):
-        path.mkdir(mode=0o700)
-        (path / node_directory.IN_USE).touch()
-    user = node_directory.use(held)
-    for path in (gone, held):
-        os.utime(path, (1, 1))
-    node(new=False)
-    assert [path.exists() for path in (gone, held, fresh)] == [False, True, True]
-    user.close()
-
-
-def test_file_system_without_locks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no file can be locked, code is unpacked and packed all the same."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(node_directory.fcntl, "flock", refuse)
-    compiles(node(), a=b"1")
-    assert has(node()) == {"a": b"1"}
-
-
 def test_another_shape_is_not_used(node: Node) -> None:
     compiles(node(), a=b"1")
     assert has(node(bf16=False)) == {} and has(node()) == {"a": b"1"}
-
-
-def test_two_runs_that_compile_at_once_lose_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who packs second adds what the first has packed meanwhile."""
-    first = node()
-    second = node(new=False)
-    compiles(first, a=b"1")
-    shutil.rmtree(first.variables["TRITON_CACHE_DIR"])  # as on a node of its own
-    compiles(second, b=b"2")
-    assert has(node()) == {"a": b"1", "b": b"2"}
 
 
 def test_none_keeps_nothing(node: Node, tmp_path: Path) -> None:
@@ -340,36 +259,3 @@ def test_full_file_system(node: Node, tmp_path: Path, capfd: pytest.CaptureFixtu
         signal.signal(signal.SIGXFSZ, handler)
     assert "note: compile cache" in capfd.readouterr().err
     assert not list((tmp_path / "runs" / DEFAULT).iterdir())
-
-
-def test_waits_no_longer_than_its_deadline(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Where another process holds the node's directory for ever, the role starts without."""
-    compiles(node(), a=b"1")
-    code = node()
-    shutil.rmtree(code.variables["TRITON_CACHE_DIR"])
-    assert code.where
-    (code.where.here / node_directory.KNOWN).unlink()
-    monkeypatch.setattr(role_cache, "UNPACK", 0.3)
-    with node_directory.locked(code.where.here, role_cache.Deadline(10)):
-        assert has(node(new=False)) == {}
-    assert "note: compile cache" in capfd.readouterr().err
-    assert has(node(new=False)) == {"a": b"1"}
-
-
-def test_many_processes_of_a_node_unpack_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ranks of a node one unpacks; the others wait for it, and have all of it."""
-    compiles(node(), **{f"k{number}": b"1" for number in range(50)})
-    node()
-    shutil.rmtree(Path(gpu_environment.tempfile.gettempdir()) / f"hpcrl-cache-{os.getuid()}")
-    counted: list[int] = []
-    real = role_cache.unpack
-    monkeypatch.setattr(role_cache, "unpack", lambda *given: counted.append(1) or real(*given))
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(len(has(node(new=False))))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == [50] * 4 and len(counted) == 1
