@@ -34,14 +34,14 @@ def saved_and_exported(opts: Any, directory: Path) -> tuple[dict[str, torch.Tens
     policy, others, _ = begun(opts, directory)
     trained(policy, others, opts, 2)
     save(policy, policy.ranks, directory, Position(2, 2, {}), "run", partial(others.save, 2, 2))
-    return dict(parity.exported(policy.of("adapter"))), dict(parity.exported(policy.of("merged")))
+    return dict(parity.exported(policy.with_part("adapter"))), dict(parity.exported(policy.with_part("merged")))
 
 
 def begun_with(opts: Any, directory: Path) -> tuple[str, dict[str, torch.Tensor]]:
     from tests.trainer.lora.test_lora_training import begun
 
     policy, _, said = begun(opts, directory)
-    return said, dict(parity.exported(policy.of("adapter")))
+    return said, dict(parity.exported(policy.with_part("adapter")))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def walk(every: list[Any], adapters: list[Path]) -> list[Any]:
     for opts, adapter in zip(every, adapters, strict=True):
         policy = start(opts, ranks, adapter)
         ranks = policy.ranks
-        outside = [parity.exported(policy.of(part)) for part in ("model", "adapter", "merged")]
+        outside = [parity.exported(policy.with_part(part)) for part in ("model", "adapter", "merged")]
         logits = parity.logits(policy)
         found.append((logits, *outside, gradients(policy)))
     return found
@@ -69,7 +69,7 @@ def gradients(policy: Any) -> dict[str, torch.Tensor]:
         for name, parameter in module.named_parameters():
             if name in found:
                 parameter.data = found[name]
-    found = {name: tensor.clone() for name, tensor in export(policy.of("adapter"))}
+    found = {name: tensor.clone() for name, tensor in export(policy.with_part("adapter"))}
     return found if policy.ranks.rank == 0 else {}
 
 
