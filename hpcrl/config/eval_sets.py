@@ -127,7 +127,7 @@ _INHERITED = {
     "temperature": ("eval_temperature", "rollout_temperature"),
     "top_p": ("eval_top_p", "rollout_top_p"),
     "top_k": ("eval_top_k", "rollout_top_k"),
-    "min_p": ("eval_min_p", "rollout_min_p"),
+    "min_p": (),
     "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
     "max_prompt_len": ("eval_max_prompt_len",),
     "max_context_len": ("eval_max_context_len", "rollout_max_context_len"),
@@ -136,7 +136,7 @@ _INHERITED = {
     "stop_token_ids": ("rollout_stop_token_ids",),
     "skip_special_tokens": ("rollout_skip_special_tokens",),
 }
-_OFF = {"min_new_tokens": 0}
+_OFF = {"min_new_tokens": 0, "min_p": 0.0}
 
 
 def eval_sets(options: Options) -> tuple[EvalSet, ...]:

@@ -209,7 +209,7 @@ class Options(
     @property
     def truncated_sampling(self) -> bool:
         """Whether rollouts are sampled from some of the tokens only."""
-        return self.rollout_top_p < 1 or self.rollout_top_k > 0 or self.rollout_min_p > 0
+        return self.rollout_top_p < 1 or self.rollout_top_k > 0
 
     @property
     def samples_per_rollout(self) -> int:

@@ -238,7 +238,7 @@ class ReferenceAndCritic:
         """So many rollouts have been trained on: with --ref-update-interval the reference moves when it is due."""
         interval = self._options.ref_update_interval
         if isinstance(self._reference, HostWeights) and interval and rollouts % interval == 0:
-            self._reference.follow(self._options.ref_update_weight)
+            self._reference.follow()
 
     def save(self, rollouts: int, version: int, directory: Path) -> None:
         """Write what cannot be had again into a checkpoint of policy `version`, after so many rollouts."""
@@ -265,26 +265,22 @@ class ReferenceAndCritic:
                 )
             if self._options.ref_update_interval:
                 fill = partial(without_values, self._policy)
-                return HostWeights(self._policy.trained, fill, average=self._moves_partly)
+                return HostWeights(self._policy.trained, fill)
             if own:
                 return BaseAsReference(self._policy)
-        return self._second(ranks, find_reference(self._options, ranks), average=self._moves_partly)
+        return self._second(ranks, find_reference(self._options, ranks))
 
-    def _second(self, ranks: Ranks, source: WeightSource, *, average: bool = False) -> HostWeights:
+    def _second(self, ranks: Ranks, source: WeightSource) -> HostWeights:
         """A set of the weights of files: a copy of the policy's, where it has just taken the same."""
         fill = None if source.same_weights(self._took) else partial(fill_modules, self._policy, ranks, source)
-        return HostWeights(self._policy, fill, average=average)
+        return HostWeights(self._policy, fill)
 
     def _stored(self, directory: Path) -> HostWeights:
         """A set of weights of a checkpoint."""
         kept = self._policy.trained
-        found = HostWeights(kept, average=self._moves_partly and directory.name == REFERENCE)
+        found = HostWeights(kept)
         found.load_values(load_set(kept, found.stored(), directory))
         return found
-
-    @property
-    def _moves_partly(self) -> bool:
-        return bool(self._options.ref_update_interval) and self._options.ref_update_weight < 1
 
 
 def _names(directory: Path) -> list[str]:

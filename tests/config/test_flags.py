@@ -55,7 +55,7 @@ def example(name: str) -> Any:
         or "fraction" in name
         or "failed" in name
         or name.endswith("_p")
-        or name in ("gamma", "lambd", "ref_update_weight", "lora_dropout")
+        or name in ("gamma", "lambd", "lora_dropout")
         else 1.5,
         "str": "some text",
         "object": {},

@@ -88,7 +88,6 @@ def test_a_hook_that_raises_costs_its_sample(group_rm: bool, capfd: pytest.Captu
         custom_rm_path=f"{HERE}.length",
         group_rm=group_rm,
         rollout_sample_hook_path=[f"{HERE}.on_bad"],
-        reward_num_workers=1,
     )
     samples = [sample("bad"), sample("good!", index=1)]
 

@@ -22,7 +22,6 @@ KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "lr": 5e-3
 KINDS: dict[str, dict[str, Any]] = {
     "frozen": {},
     "every second rollout": {"ref_update_interval": 2},
-    "moving average": {"ref_update_interval": 1, "ref_update_weight": 0.25},
     "critic": {"advantage_estimator": "ppo", "lambd": 0.9, "critic_lr": 1e-2, "num_critic_only_steps": 1},
 }
 

@@ -45,13 +45,12 @@ from tests.support.runs import KEPT, NO_AGENT, POLICY, REPO, Run, all_gone, metr
 pytestmark = pytest.mark.vllm
 
 
-#: a reference that moves half of the way to the policy after every second rollout
+#: a reference that is the policy again after every second rollout
 KL = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.1,
     "kl_loss_type": "low_var_kl",
     "ref_update_interval": 2,
-    "ref_update_weight": 0.5,
 }
 
 

@@ -244,9 +244,7 @@ def _without_kl(o: Options) -> Iterator[tuple[str, str]]:
         yield "kl_loss_coef use_unbiased_kl", "--use-kl-loss is not given"
         if not o.kl_coef:
             yield "kl_loss_type", "neither --use-kl-loss nor --kl-coef is given"
-            yield "ref_update_interval ref_update_weight", "neither --use-kl-loss nor --kl-coef asks for a reference"
-    if o.ref_update_interval is None:
-        yield "ref_update_weight", "--ref-update-interval is not given"
+            yield "ref_update_interval", "neither --use-kl-loss nor --kl-coef asks for a reference"
 
 
 def _without_correction(o: Options) -> Iterator[tuple[str, str]]:

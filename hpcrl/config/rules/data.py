@@ -97,7 +97,7 @@ def inert_in_data(o: Options) -> Iterator[tuple[str, str]]:
     if o.eval_interval is None:
         yield (
             "eval_prompt_data eval_config eval_input_key eval_label_key eval_tool_key eval_reward_key "
-            "n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_min_p eval_max_response_len "
+            "n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len "
             "eval_max_prompt_len eval_max_context_len eval_min_new_tokens skip_eval_before_train log_passrate "
             "custom_eval_rollout_log_function_path eval_function_path",
             "--eval-interval is not given",

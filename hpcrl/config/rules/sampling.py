@@ -30,9 +30,9 @@ _NO_ENGINE = "the prompt file is learned, and without --eval-interval no engine 
 _OF_ENGINES = (
     "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
     "engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
-    "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop "
-    "rollout_stop_token_ids rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers "
-    "reward_cpu_limit reward_timeout reward_memory_gb reward_max_failed update_weight_buffer_size "
+    "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_stop "
+    "rollout_stop_token_ids rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key "
+    "reward_cpu_limit reward_timeout reward_max_failed update_weight_buffer_size "
     "custom_generate_function_path weight_transfer weight_update weight_update_check_interval update_weight_disk_dir "
     "check_weight_update_equal vllm custom_update_weight_post_write_path"
 )
@@ -52,8 +52,8 @@ def check_sampling(o: Options) -> None:
         )
     if o.truncated_sampling and o.rollout_temperature != 1:
         raise UsageError(
-            f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p, --rollout-top-k or "
-            "--rollout-min-p: engines have log-probs either of the whole distribution at temperature 1, or of what is "
+            f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p or --rollout-top-k: "
+            "engines have log-probs either of the whole distribution at temperature 1, or of what is "
             "left of it, and the trainer computes neither",
             "keep --rollout-temperature 1, or sample from all tokens",
         )
@@ -97,12 +97,6 @@ def check_speculation(o: Options) -> None:
         raise UsageError(f"{SPECULATION}: num_speculative_tokens is {count!r}, expected a whole number >= 1")
     if method == OWN_LAYERS and count is None:
         raise UsageError(f"{SPECULATION} does not say how many tokens are drafted", 'give it "num_speculative_tokens"')
-    for name in ("rollout_min_p", "eval_min_p"):
-        if value := getattr(o, name):
-            raise UsageError(
-                f"{flag(name)} {value:g} and {SPECULATION} exclude each other: vLLM checks no draft against min-p",
-                "leave one of them out",
-            )
 
 
 def layers_behind(config: Mapping[str, Any]) -> int:
@@ -159,7 +153,7 @@ def inert_in_sampling(o: Options) -> Iterator[tuple[str, str]]:
             yield "rollout_num_gpus", _NO_ENGINE
     if o.custom_generate_function_path is None:
         yield (
-            "custom_generate_num_workers custom_generate_timeout custom_generate_max_failed",
+            "custom_generate_timeout custom_generate_max_failed",
             "--custom-generate-function-path is not given",
         )
     if not any(paths_of(o, name) for name in POINTS):

@@ -13,10 +13,6 @@ from hpcrl.utils.host_rules import rules_of
 def check_sandboxes(o: Options) -> None:
     """Raise UsageError for places, numbers and hosts of sandboxes that cannot be."""
     rules_of(o.sandbox_hosts, "--sandbox-hosts")
-    if o.sandbox_warm > o.sandbox_most:
-        raise UsageError(
-            f"--sandbox-warm {o.sandbox_warm} is more than --sandbox-most {o.sandbox_most}", "make fewer ahead"
-        )
     check_stages_hosts((o,))
     if o.sandbox_on == "engines" and o.needs_engines and not o.num_engines:
         raise UsageError("--sandbox-on engines: this run starts no engine", "give --sandbox-on nodes, or leave it out")
@@ -41,12 +37,10 @@ def may_use_sandboxes(o: Options) -> bool:
 
 def inert_in_sandboxes(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sandboxes without effect, several in one string -> why."""
-    every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_kind sandbox_hosts sandbox_warm sandbox_most"
+    every = "sandbox_on sandbox_num_nodes sandbox_kind sandbox_hosts"
     if not may_use_sandboxes(o):
         yield every, "no custom function is given, and nothing else uses sandboxes"
     elif not o.needs_engines:
         yield every, "nothing is sampled"
     if o.sandbox_on != "nodes":
         yield "sandbox_num_nodes", "--sandbox-on nodes is not given"
-    if o.sandbox_on == "rollout":
-        yield "sandbox_cpus", "sandboxes of the rollout process's machine share its cores"

@@ -105,12 +105,6 @@ class OffPolicyOptions(Base):
     opsm_delta: float = opt(1e-4, "how far: mean of old minus new log-prob", "slime", ge=0)
     ref_ckpt_step: int | None = opt(None, "step of --ref-load to read; default: the newest", "slime", ge=0)
     ref_update_interval: int | None = opt(None, "the policy becomes the reference every N rollouts", "slime", ge=1)
-    ref_update_weight: float = opt(
-        1.0,
-        "how far the reference moves towards the policy then: 1 is all the way, less is a moving average",
-        gt=0,
-        le=1,
-    )
     value_clip: float = opt(
         0.2, "how far a critic's value may move in one rollout before its loss is clipped", "slime", ge=0
     )

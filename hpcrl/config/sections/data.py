@@ -63,12 +63,10 @@ class RewardOptions(Base):
     rm_url: str | None = opt(None, "where --rm-type remote_rm posts prompt, response and label", "slime")
     reward_key: str | None = opt(None, "key of the reward where a reward is an object", "slime")
     eval_reward_key: str | None = opt(None, "the same in evaluations; default --reward-key", "slime")
-    reward_num_workers: int | None = opt(None, "processes that grade; default: the CPUs less one, 8 at most", ge=1)
     reward_cpu_limit: float = opt(
         5.0, "CPU seconds that one grading may use; reading and comparing takes a thousandth", gt=0
     )
     reward_timeout: float = opt(120.0, "seconds of wall-clock time that one grading may take", gt=0)
-    reward_memory_gb: float = opt(2.0, "GiB that one grading may take beyond its process's size at the start", gt=0)
     reward_max_failed: float = opt(
         0.1, "stop the run when more than this share of a rollout's gradings fails; they train nothing", ge=0, le=1
     )
@@ -101,7 +99,6 @@ class EvalOptions(Base):
     eval_temperature: float | None = opt(None, "temperature there; default --rollout-temperature", "slime", ge=0)
     eval_top_p: float | None = opt(None, "top-p there; default --rollout-top-p", "slime", gt=0, le=1)
     eval_top_k: int | None = opt(None, "top-k there; default --rollout-top-k", "slime", ge=-1)
-    eval_min_p: float | None = opt(None, "min-p there; default --rollout-min-p", ge=0, le=1)
     eval_max_response_len: int | None = opt(
         None, "tokens of a response there; default --rollout-max-response-len", "slime", ge=1
     )

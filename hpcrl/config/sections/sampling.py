@@ -30,9 +30,6 @@ class RolloutOptions(Base):
         1.0, "sample from the likeliest tokens that together have this probability", "slime", gt=0, le=1
     )
     rollout_top_k: int = opt(-1, "sample from this many likeliest tokens; -1: from all", "slime", ge=-1)
-    rollout_min_p: float = opt(
-        0.0, "sample from tokens with at least this share of the likeliest one's probability", ge=0, le=1
-    )
     rollout_stop: list[str] = opt([], "strings that end a response", "slime")
     rollout_stop_token_ids: list[int] = opt([], "token ids that end a response", "slime")
     rollout_skip_special_tokens: bool = opt(
@@ -97,7 +94,6 @@ class AgentOptions(Base):
         "None",
         "slime",
     )
-    custom_generate_num_workers: int = opt(1, "processes that run it, many calls at once in each", ge=1)
     custom_generate_timeout: float = opt(
         300.0,
         "seconds of wall-clock time that one call may take outside of the engines: tools, environments, other servers",

@@ -16,12 +16,6 @@ class SandboxOptions(Base):
         "component of the job",
     )
     sandbox_num_nodes: int | None = opt(None, "nodes of their own, with --sandbox-on nodes; default: 1", ge=1)
-    sandbox_cpus: int | None = opt(
-        None,
-        "processors (hardware threads) of each node that sandboxes run on, the last of those that the run has there; "
-        "default: all, which they share with engines",
-        ge=1,
-    )
     sandbox_kind: Literal["namespaces", "bubblewrap", "crun", "apptainer"] | None = opt(
         None, "who makes their namespaces; default: what HPCRL_SANDBOX_KIND says where they are, or namespaces"
     )
@@ -30,9 +24,3 @@ class SandboxOptions(Base):
         "hosts that sandboxes may reach at all, by HTTP and HTTPS, if a task or function asks for them: example.org, "
         "*.example.org, example.org:8080; default: none",
     )
-    sandbox_warm: int = opt(
-        2,
-        "sandboxes of each image that are made ahead, on each node, or with --sandbox-on rollout by each process",
-        ge=0,
-    )
-    sandbox_most: int = opt(64, "sandboxes in use at once, of each of these; who asks for more waits", ge=1)

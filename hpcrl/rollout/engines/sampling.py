@@ -63,7 +63,6 @@ class Sampling:
             logprobs=not evaluation,
             top_p=options.rollout_top_p,
             top_k=options.rollout_top_k,
-            min_p=options.rollout_min_p,
             skip_special_tokens=options.rollout_skip_special_tokens,
             evaluation=evaluation,
             routing=find_routing(options, read_config(tokenizer.directory)) if replays else None,

@@ -153,7 +153,7 @@ def _failed(word: str, error: BaseException) -> GradingOutcome:
         return GradingOutcome(failure=ERROR, text=f"reward {word} {error}")
     if isinstance(error, MemoryError):
         return GradingOutcome(
-            failure=ERROR, text=f"reward {word} needs more than --reward-memory-gb", trace=trace_of(error)
+            failure=ERROR, text=f"reward {word} needs more memory than a grading may take", trace=trace_of(error)
         )
     said = str(error) if isinstance(error, HpcrlError) else f"raised {type(error).__name__}: {error}"
     text = f"reward {word} {said[:500]}{place_of(error)}"

@@ -122,6 +122,7 @@ class GradingProcess(WorkerProcess[GradingJob]):
 SIDE_BY_SIDE = 64  #: gradings by async rewards in one process at once
 QUEUE = 8  #: gradings by plain rewards that one process is given, so that it never waits for the next
 PATIENCE = 2.0  #: seconds that a process has to report a time-out itself
+MEMORY = 2 << 30  #: bytes that one grading may take beyond its process's size at the start
 MORE = 4  #: times the limits, for a grading that is repeated
 
 
@@ -145,6 +146,11 @@ class GradedBy:
     words: tuple[RewardWord, ...]
     own_types: bool = True
     key: str | None = None
+
+
+def worker_count() -> int:
+    """Processes that grade: the CPUs less one, 8 at most."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) - 1))
 
 
 class Grading(ProcessPool[GradingProcess, GradingJob]):
@@ -177,13 +183,10 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         words = {item.word: item for item in (*self._words, *self._more, *self._by_type.values())}
         self._arrays = any(not item.file for item in words.values())
         confined = all(item.file and declared(item.file)["CONFINED"] for item in words.values())
-        self._setup = GradingSetup(
-            options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30), confined
-        )
+        self._setup = GradingSetup(options.model_dump_json().encode(), list(words), MEMORY, confined)
         self._unconfined = ""  # said once
-        count = options.reward_num_workers or max(1, min(8, len(os.sched_getaffinity(0)) - 1))
         what = f"the process that grades with {' '.join(words)}"
-        super().__init__(lambda: GradingProcess(self._setup), count, GradingReply, what)
+        super().__init__(lambda: GradingProcess(self._setup), worker_count(), GradingReply, what)
         self._waits: frozenset[str] = frozenset()
         self._groups: dict[tuple[str, int], _Group] = {}
         self._tallies = Tallies(options.reward_max_failed)
@@ -324,7 +327,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         if not job.shares and process.cpu_seconds() - job.cpu > o.reward_cpu_limit * by:
             return TIMEOUT, f"took more than --reward-cpu-limit {o.reward_cpu_limit * by:g} s of CPU time"
         if process.memory() > self._setup.memory:
-            return ERROR, f"took more than --reward-memory-gb {o.reward_memory_gb:g}"
+            return ERROR, f"took more than {self._setup.memory / 2**30:g} GiB"
         return None
 
 

@@ -53,7 +53,7 @@ class FunctionPool(ProcessPool[_Process, FunctionJob]):
         self._seconds = options.custom_generate_timeout
         setup = SamplerSetup(options.model_dump_json().encode())
         what = "the process that runs the custom function"
-        super().__init__(lambda: _Process(setup), options.custom_generate_num_workers, CustomResult, what)
+        super().__init__(lambda: _Process(setup), 1, CustomResult, what)
 
     async def run(
         self,

@@ -28,8 +28,6 @@ class SandboxPlace(msgspec.Struct, frozen=True):
     run: str
     attempt: int
     nodes: int
-    warm: int
-    most: int
     kind: str | None = None
     reach: tuple[str, ...] = ()
 
@@ -40,8 +38,6 @@ def say_where(rundir: RunDir, options: Options, nodes: int) -> None:
         str(rundir.root),
         rundir.attempt,
         nodes,
-        options.sandbox_warm,
-        options.sandbox_most,
         options.sandbox_kind,
         tuple(options.sandbox_hosts),
     )
@@ -54,7 +50,7 @@ def follow() -> None:
         return
     place = msgspec.json.decode(said, type=SandboxPlace)
     if not place.nodes:
-        make_default_with(partial(SandboxPool, place.warm, place.most, kind=place.kind, reach=place.reach))
+        make_default_with(partial(SandboxPool, kind=place.kind, reach=place.reach))
         return
     from hpcrl.sandbox.nodes.client import NodesPool
 

@@ -25,23 +25,6 @@ from hpcrl.transport.auth import server_keys
 NICE = 5  #: boxes give way to engines and trainers of the same node
 
 
-def keep_to_processors(wanted: int | None) -> int:
-    """Have this process, and all boxes, run on the last `wanted` of its processors; how many it has then.
-
-    Raises:
-        HpcrlError: if there are fewer.
-    """
-    allowed = sorted(os.sched_getaffinity(0))
-    if wanted is None:
-        return len(allowed)
-    if wanted > len(allowed):
-        raise HpcrlError(
-            f"--sandbox-cpus {wanted}: this node gives the run {len(allowed)}", "give fewer, or more cpus_per_node"
-        )
-    os.sched_setaffinity(0, allowed[-wanted:])
-    return wanted
-
-
 class _SandboxRole:
     """One incarnation of a node's sandboxes.
 
@@ -66,10 +49,9 @@ class _SandboxRole:
         options, place = self.context.options, self.context.plan.sandboxes[self.context.index]
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-        warm, most, reach = options.sandbox_warm, options.sandbox_most, options.sandbox_hosts
-        pool = SandboxPool(warm, most, kind=options.sandbox_kind, reach=reach)
+        pool = SandboxPool(kind=options.sandbox_kind, reach=options.sandbox_hosts)
         try:
-            await pool.prepare(max(options.sandbox_warm, 1))
+            await pool.prepare(1)
         except Unconfined as error:
             raise HpcrlError(
                 f"host {place.host}: {error.what}", error.hint or "hpcrl doctor there says more"
@@ -80,7 +62,7 @@ class _SandboxRole:
         publish(self.context.rundir, peer, self.context.index)
         self.up = True
         kind = chosen(options.sandbox_kind)
-        say(f"sandboxes of the kind {kind} are served on {place.at}:{port}, {options.sandbox_most} at once")
+        say(f"sandboxes of the kind {kind} are served on {place.at}:{port}")
         try:
             await stopped.wait()
         finally:
@@ -95,7 +77,6 @@ def main() -> int:
     role = _SandboxRole(context)
 
     def body() -> None:
-        keep_to_processors(context.options.sandbox_cpus)
         os.nice(NICE)
         asyncio.run(role.serve())
 

@@ -44,14 +44,12 @@ class HostWeights:
     Attributes:
         fill: puts the second set into the policy's modules, which are as they were when this returns; without it the
             set is a copy of the policy's.
-        average: the second set moves towards the policy only in part, which needs it in fp32 in addition to the dtype
-            of the weights.
 
     Raises:
         UsageError: if the weights are quantised.
     """
 
-    def __init__(self, policy: Policy, fill: Callable[[], object] | None = None, *, average: bool = False) -> None:
+    def __init__(self, policy: Policy, fill: Callable[[], object] | None = None) -> None:
         self._policy = policy
         if odd := next((name for name, value in weights(policy).items() if not is_plain(value)), None):
             raise UsageError(
@@ -62,7 +60,6 @@ class HostWeights:
         if fill is not None:
             fill()
             self.exchange()
-        self._average = {name: value.float() for name, value in self._host.items()} if average else {}
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -88,17 +85,10 @@ class HostWeights:
             torch.cuda.synchronize()
 
     @torch.no_grad()
-    def follow(self, share: float = 1.0) -> None:
-        """Become share x the policy's weights + (1 - share) x this set; a share below 1 needs `average`."""
+    def follow(self) -> None:
+        """Become the policy's weights."""
         for name, value in weights(self._policy).items():
-            if share >= 1.0 or not value.is_floating_point():
-                self._host[name].copy_(value)
-                if self._average:
-                    self._average[name].copy_(value)
-                continue
-            for device, average in _pieces(value, self._average[name]):
-                average.lerp_(device.to("cpu", torch.float32), share)
-            self._host[name].copy_(self._average[name])
+            self._host[name].copy_(value)
 
     def counterpart(self, weight: torch.Tensor) -> torch.Tensor:
         """This set's tensor for one of the policy's weights, in new memory where that one is."""
@@ -108,16 +98,14 @@ class HostWeights:
     # ---- in and out of checkpoints
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must keep, by the names of `weights`: the average where there is one."""
-        return self._average or self._host
+        """What a checkpoint must keep, by the names of `weights`."""
+        return self._host
 
     @torch.no_grad()
     def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Become what `stored` gave."""
         for name, value in values.items():
             self._host[name].copy_(value)
-            if self._average:
-                self._average[name].copy_(value)
 
 
 def is_plain(value: torch.Tensor) -> bool:

@@ -31,9 +31,7 @@ OWN = GRPO | {"custom_generate_function_path": "mine.generate"}
     [
         (GRPO | {"sandbox_on": "nodes"}, "--sandbox-on has no effect.*no custom function"),
         (OWN | {"sandbox_num_nodes": 2}, "--sandbox-num-nodes has no effect.*--sandbox-on nodes"),
-        (OWN | {"sandbox_warm": 9, "sandbox_most": 8}, "--sandbox-warm 9 is more"),
         (OWN | {"sandbox_on": "nodes", "spares": 1}, "--sandbox-on nodes with --spares 1"),
-        (OWN | {"sandbox_cpus": 2}, "--sandbox-cpus has no effect"),
         (GRPO | {"sandbox_hosts": ["a.org"]}, "--sandbox-hosts has no effect.*no custom function"),
         (OWN | {"sandbox_hosts": ["https://a.org"]}, "--sandbox-hosts: 'https://a.org' is no host"),
         (
@@ -64,10 +62,9 @@ def test_refused_together() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"sandbox_on": "nodes", "sandbox_num_nodes": 2, "sandbox_cpus": 3, "sandbox_warm": 0},
-        {"sandbox_on": "engines", "sandbox_cpus": 1},
+        {"sandbox_on": "nodes", "sandbox_num_nodes": 2},
+        {"sandbox_on": "engines"},
         {"sandbox_on": "engines", "spares": 1},
-        {"sandbox_most": 9},
         {"sandbox_hosts": ["a.org", "*.b.org:8080"]},
     ],
 )

@@ -448,7 +448,6 @@ def test_sampling_is_as_the_options_say() -> None:
     options = Options(
         rollout_top_p=0.9,
         rollout_top_k=20,
-        rollout_min_p=0.05,
         rollout_stop=["END"],
         rollout_stop_token_ids=[5],
         rollout_max_response_len=64,
@@ -465,7 +464,6 @@ def test_sampling_is_as_the_options_say() -> None:
         "spaces_between_special_tokens": False,
         "top_p": 0.9,
         "top_k": 20,
-        "min_p": 0.05,
         "logprobs": 0,
     }
     plain = Sampling.from_options(Options(), tokenizer).params(10)
@@ -481,11 +479,11 @@ def test_evaluations_own_sampling() -> None:
         return sampling_of(held, options, tokenizer)
 
     held = {"rm_type": "random", "eval_interval": 1, "eval_prompt_data": ["a", "a.jsonl"]}
-    same = of(Options(rollout_top_p=0.9, rollout_top_k=7, rollout_min_p=0.1, **held))
+    same = of(Options(rollout_top_p=0.9, rollout_top_k=7, **held))
     assert (same.top_p, same.top_k, same.min_p, same.min_tokens, same.logprobs, same.evaluation) == (
         0.9,
         7,
-        0.1,
+        0.0,
         0,
         False,
         True,
@@ -505,7 +503,7 @@ def test_evaluations_own_sampling() -> None:
     assert "min_tokens" not in own.params(2, begun=7) and "logprobs" not in own.params(9)
 
 
-@pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"rollout_min_p": 0.1}])
+@pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}])
 def test_temperature_with_truncated_sampling(cut: dict[str, float]) -> None:
     """A temperature with truncated sampling is refused."""
     base = {
@@ -517,9 +515,7 @@ def test_temperature_with_truncated_sampling(cut: dict[str, float]) -> None:
     }
     base |= {"rollout_num_gpus": 1}
     check_options(Options(**base, **cut))
-    with pytest.raises(
-        UsageError, match="--rollout-temperature 0.8 with --rollout-top-p, --rollout-top-k or --rollout-min-p"
-    ):
+    with pytest.raises(UsageError, match="--rollout-temperature 0.8 with --rollout-top-p or --rollout-top-k"):
         check_options(Options(**base, **cut, rollout_temperature=0.8))
 
 

@@ -47,7 +47,7 @@ confine.{step} = refuse
 
 async def started(**values: object) -> Grading:
     """Rewards whose one process is ready."""
-    grading = Grading(Options(**({"reward_num_workers": 1} | values)))
+    grading = Grading(Options(**values))
     await asyncio.wait_for(grading.start(), 60)
     return grading
 
@@ -57,7 +57,7 @@ def seen(**values: object) -> tuple[bool, set[str]]:
 
     async def go() -> tuple[bool, set[str]]:
         more = tuple(map(own_reward, values.pop("more", ())))
-        grading = Grading(Options(**({"reward_num_workers": 1} | values)), more=more)
+        grading = Grading(Options(**values), more=more)
         try:
             await asyncio.wait_for(grading.start(), 60)
             pid = grading._processes[0].pid
@@ -120,7 +120,7 @@ def test_where_it_cannot_be_it_is_said(
         "confine.unshare = refuse\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    filtered, there = seen(rm_type=["exact"], reward_num_workers=3)
+    filtered, there = seen(rm_type=["exact"])
     assert not filtered and "sys" in there
     assert capfd.readouterr().err.count("graded unconfined: refused by the test") == 1
 
@@ -139,7 +139,7 @@ def test_what_only_the_real_attempt_meets(
     """Where confining can be tried but not done, and has not begun, there is one line in the log too."""
     (tmp_path / "sitecustomize.py").write_text(hook)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    filtered, there = seen(rm_type=["exact"], reward_num_workers=2)
+    filtered, there = seen(rm_type=["exact"])
     assert not filtered and "sys" in there
     lines = [line for line in capfd.readouterr().err.splitlines() if "graded unconfined" in line]
     assert len(lines) == 1 and said in lines[0]

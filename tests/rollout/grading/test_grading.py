@@ -18,6 +18,7 @@ from hpcrl.config.plugin_names import own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.rollout import worker_pool
 from hpcrl.rollout.answers.labels import boxed as find_boxed
+from hpcrl.rollout.grading import service
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile
@@ -40,7 +41,7 @@ def run(
     body: Callable[[Grading], Coroutine[Any, Any, Any]], files: list[PromptFile] | None = None, **values: Any
 ) -> Any:
     """`body` with the rewards of these options; afterwards none of its processes is left."""
-    options = Options(**({"reward_num_workers": 1, "reward_max_failed": 1.0} | values))
+    options = Options(**({"reward_max_failed": 1.0} | values))
 
     async def go() -> Any:
         grading = Grading(options, files or [])
@@ -76,12 +77,13 @@ def graded(*samples: Sample, each: int = 1, **values: Any) -> list[Sample]:
 # ---- what is graded
 
 
-def test_many_answers_by_two_processes() -> None:
+def test_many_answers_by_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "worker_count", lambda: 2)
     samples = [
         sample(rf"so \boxed{{{number}/2}}", number / 2 if number % 3 else "wrong", index=number)
         for number in range(200)
     ]
-    found = graded(*samples, rm_type="math", reward_num_workers=2)
+    found = graded(*samples, rm_type="math")
     assert [s.reward for s in found] == [float(number % 3 > 0) for number in range(200)]
     assert grading_metrics(found) == {"reward_timeouts": 0.0, "reward_errors": 0.0}
 
@@ -264,12 +266,15 @@ def test_an_object_needs_a_key() -> None:
         ("exits", "raised SystemExit: 3"),
         ("dies", "process (exit status 7)"),
         ("is_killed", "process (signal SIGKILL)"),
-        ("takes_memory", "needs more than --reward-memory-gb"),
+        ("takes_memory", "needs more memory"),
     ],
 )
 @pytest.mark.core
-def test_a_grading_that_fails_costs_its_sample(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    bad, good = graded(sample("bad"), sample("good", index=4), custom_rm_path=f"{HERE}.{name}", reward_memory_gb=0.3)
+def test_a_grading_that_fails_costs_its_sample(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(service, "MEMORY", 300 << 20)
+    bad, good = graded(sample("bad"), sample("good", index=4), custom_rm_path=f"{HERE}.{name}")
     assert (bad.reward, bad.grading) == (0.0, "error") and words in bad.grading_error, bad.grading_error
     assert (good.reward, good.grading) == (1.0, "")
     assert grading_metrics([bad, good])["reward_errors"] == 1.0

@@ -41,8 +41,6 @@ def rundir(tmp_path: Path) -> RunDir:
         rollout_num_gpus=1,
         custom_generate_function_path="m.f",
         sandbox_on="nodes",
-        sandbox_warm=0,
-        sandbox_cpus=1,
         hang_timeout=600,
     )
     found = RunDir.create(tmp_path / "run")

@@ -305,7 +305,7 @@ def test_hosts_on_another_machine(rundir: RunDir) -> None:
 
 @pytest.mark.parametrize("nodes", [0, 1])
 def test_sandboxes_are_where_the_run_says(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
-    place = SandboxPlace(str(rundir.root), 0, nodes, warm=0, most=3, reach=("a.org",))
+    place = SandboxPlace(str(rundir.root), 0, nodes, reach=("a.org",))
     monkeypatch.setenv(VARIABLE, msgspec.json.encode(place).decode())
     monkeypatch.setattr(pools, "_make", pools._make)
     made: list[Callable[[], object]] = []
