@@ -235,7 +235,7 @@ class Options(
     def staleness_bound(self) -> int | None:
         """Policy versions that a trained token may lag behind; None: any."""
         if self.loop == "fully-async":
-            return None if self.stale_samples == "train" else self.staleness_limit
+            return self.staleness_limit
         if self.partial_rollout:
             return self.max_staleness
         return self.loop_lag if self.loop == "sync" or self.max_staleness is None else self.max_staleness

@@ -73,7 +73,6 @@ def test_fully_async_keeps_the_bound(tmp_path: Path, task: Path) -> None:
         sum(value for name, value in row.items() if name.startswith("staleness/share/")) for row in steps.values()
     ]
     assert shares == pytest.approx([1] * 6)
-    assert all(row["rollout/groups_stale"] == 0 for row in steps.values()), "what is slow is waited for"
     evaluated = {row["rollout_id"]: row for row in rows(run.root) if "eval/heldout/accuracy" in row}
     assert {-1, 5} <= evaluated.keys() and "eval/heldout/policy_version" not in evaluated[5], (
         "the last one is waited for"

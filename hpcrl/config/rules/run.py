@@ -117,12 +117,6 @@ def _check_fully_async(o: Options) -> None:
             "policies",
             "take --use-rollout-logprobs, or --use-tis",
         )
-    corrected = o.use_tis or o.custom_tis_function_path is not None or o.use_rollout_logprobs
-    if o.stale_samples == "train" and not corrected:
-        raise UsageError(
-            "--stale-samples train without a correction would learn from old samples as if they were new",
-            "give --use-tis, --custom-tis-function-path or --use-rollout-logprobs",
-        )
 
 
 def check_weights(o: Options) -> None:
@@ -249,18 +243,16 @@ def _inert_in_loop(o: Options) -> Iterator[tuple[str, str]]:
         yield "engine_restarts", "with --colocate the end of an engine ends the run"
     if o.learns_labels:
         yield (
-            "loop update_weights_interval stale_samples max_staleness",
+            "loop update_weights_interval max_staleness",
             f"--loss-type {o.loss_type} learns what the prompt file holds",
         )
     if o.only_evaluates:
-        yield "loop update_weights_interval stale_samples max_staleness", "--num-rollout 0 trains nothing"
+        yield "loop update_weights_interval max_staleness", "--num-rollout 0 trains nothing"
     if o.loop == "sync":
-        yield "update_weights_interval stale_samples", "--loop is sync"
+        yield "update_weights_interval", "--loop is sync"
         if not o.partial_rollout:
             yield "max_staleness", "--loop is sync, and --partial-rollout is not given"
-    elif o.loop == "async":
-        yield "stale_samples", "--loop is async: what is sampled ahead is as old as --update-weights-interval says"
-    else:
+    elif o.loop == "fully-async":
         yield (
             "over_sampling_batch_size partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
             "--loop fully-async issues as many groups as --max-staleness allows, and ends no response to fill a batch",

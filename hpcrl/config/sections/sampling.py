@@ -4,7 +4,7 @@ custom functions of every other plug-in point, of which docs/customise.md has an
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from hpcrl.config.sections import Base, opt
 
@@ -71,11 +71,6 @@ class RolloutOptions(Base):
         "it; else as many as "
         "the loop makes: 0 in sync, those of --update-weights-interval rollouts in async, twice as many in fully-async",
         ge=0,
-    )
-    stale_samples: Literal["wait", "drop", "train"] = opt(
-        "wait",
-        "fully-async: an unfinished group that the step after the next could no longer train on is waited for; or "
-        "ended and dropped; or trained on whenever it finishes, with a correction",
     )
     rollout_server_concurrency: int = opt(
         512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1

@@ -18,22 +18,19 @@ batches after the next.  Batches have `wanted` groups, so the groups that may be
 
 holds; then there is always an order in which each is in time.  A batch is the first `wanted` finished groups, the
 oldest first, as soon as the same holds of what they leave behind.  So a quick group overtakes a slow one, within the
-window that the bound makes, and none is overtaken so often that it becomes too old: the batch waits for it (`wait`), or
-does without it (`drop`), or no group is ever too old (`train`).
+window that the bound makes, and none is overtaken so often that it becomes too old: the batch waits for it.
 
 Invariants of `BatchSelection`: with `ordered`, how many groups are issued, which are the batch and which were refused
 for what reason depend on the verdicts alone (a group is issued only when those before it cannot fill the batch,
-whatever becomes of them); a group has one verdict.  Of `StalenessControl`: with `wait` and `drop` every group of a
-batch was issued at most `bound` versions before the trainer learns from it; with `wait` no group is lost; a batch that
-waits waits for groups that are being made.
+whatever becomes of them); a group has one verdict.  Of `StalenessControl`: every group of a batch was issued at most
+`bound` versions before the trainer learns from it; no group is lost; a batch that waits waits for groups that are being
+made.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
-
-STALE = "stale"  #: the reason of groups that are given up because they will be too old
+from typing import ClassVar, NamedTuple
 
 
 class NextBatch(NamedTuple):
@@ -42,14 +39,12 @@ class NextBatch(NamedTuple):
     Attributes:
         groups: in the order of their issue.
         surplus: finished and good, not needed, and not outstanding any more.
-        dropped: number -> reason, of groups that were refused, or are `late`.
-        late: unfinished, to be ended because they will be too old.
+        dropped: number -> reason, of groups that were refused.
     """
 
     groups: list[int]
     surplus: list[int]
     dropped: dict[int, str]
-    late: list[int]
 
 
 @dataclass
@@ -156,7 +151,7 @@ class BatchSelection:
             refused = {
                 number: refused[number] for number in sorted(refused, key=order.__getitem__) if order[number] <= last
             }
-        return NextBatch(sorted(batch), sorted(surplus), refused, [])
+        return NextBatch(sorted(batch), sorted(surplus), refused)
 
     def took(self, batch: NextBatch) -> None:
         """The batch has been handed over."""
@@ -195,7 +190,6 @@ class StalenessControl:
     wanted: int
     bound: int
     steps: int
-    late: Literal["wait", "drop", "train"] = "wait"
     following: int = 0
     engines: int = 0
     more: int | None = None
@@ -216,7 +210,7 @@ class StalenessControl:
     def issue(self, number: int, oldest: int | None = None) -> bool:
         if number in self._groups:
             raise ValueError(f"group {number} is issued already")
-        if oldest is not None and self.late != "train" and not self._admits(oldest):
+        if oldest is not None and not self._admits(oldest):
             return False
         self._groups[number] = OutstandingGroup(self.engines if oldest is None else oldest, self._issued, number)
         self._issued += 1
@@ -232,7 +226,7 @@ class StalenessControl:
         self.refused[number] = reason
 
     def _leave(self, number: int) -> None:
-        """It is refused, or dropped, or in a batch: no more outstanding."""
+        """It is refused, or in a batch: no more outstanding."""
         del self._groups[number]
         self._finished.discard(number)
 
@@ -253,17 +247,12 @@ class StalenessControl:
             return None
         ready = [group for group in self._in_order() if group.number in self._finished][: self.wanted]
         chosen = {group.number for group in ready}
-        left = [group for group in self._in_order() if group.number not in chosen]
-        late: list[int] = []
-        if self.late != "train":
-            over = self._over(left)
-            if over and self.late == "wait":
-                return None
-            late = over
-        return NextBatch([group.number for group in ready], [], self.refused | dict.fromkeys(late, STALE), late)
+        if self._makes_late([group for group in self._in_order() if group.number not in chosen]):
+            return None
+        return NextBatch([group.number for group in ready], [], dict(self.refused))
 
     def took(self, batch: NextBatch) -> None:
-        for number in (*batch.groups, *batch.late):
+        for number in batch.groups:
             self._leave(number)
         self.refused = {}
         self.following += self.steps
@@ -288,13 +277,9 @@ class StalenessControl:
             count <= self.wanted * (place + 1) for count, place in enumerate(places, 1) if place >= mine
         )
 
-    def _over(self, left: list[OutstandingGroup]) -> list[int]:
-        """Of groups that a batch leaves behind, oldest first, the unfinished that are too many to be in time."""
-        over: list[int] = []
-        stay = 0
-        for group in left:
-            if group.number not in self._finished and stay + 1 > self.wanted * self._place(group.oldest):
-                over.append(group.number)
-            else:
-                stay += 1
-        return over
+    def _makes_late(self, left: list[OutstandingGroup]) -> bool:
+        """Whether a batch leaves behind more unfinished groups, oldest first, than can be in time."""
+        return any(
+            group.number not in self._finished and count > self.wanted * self._place(group.oldest)
+            for count, group in enumerate(left, 1)
+        )

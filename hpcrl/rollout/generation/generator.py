@@ -26,7 +26,7 @@ from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.engines.concurrency_limit import ConcurrencyLimit, EngineMetrics
 from hpcrl.rollout.filters.custom_filters import DynamicFilter
 from hpcrl.rollout.filters.verdict import Verdict
-from hpcrl.rollout.generation.batch_policies import STALE, BatchSelection, NextBatch, StalenessControl
+from hpcrl.rollout.generation.batch_policies import BatchSelection, NextBatch, StalenessControl
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.generation.in_flight import InFlightGroups
 from hpcrl.rollout.ledger.group_progress import GroupProgress
@@ -92,7 +92,6 @@ class RolloutGenerator:
         self._next = 0  # the rollout that leaves next
         self._version = 0  # the policy version of the engines
         self._consumed = 0  # that of the trainer as it learns from the next rollout
-        self._trainer_waits = True
         self._dropped: list[Sample] = []
         self._counts: dict[str, int] = {}  # since the last batch
 
@@ -100,7 +99,7 @@ class RolloutGenerator:
         o = self._options
         wanted = o.rollout_batch_size
         if o.never_waits:
-            return StalenessControl(wanted, o.staleness_limit, o.steps_per_rollout, o.stale_samples)
+            return StalenessControl(wanted, o.staleness_limit, o.steps_per_rollout)
         at_once = o.over_sampling_batch_size or (wanted if self._filter else 0)
         return BatchSelection(wanted, at_once if self._judges else 0, o.deterministic_mode)
 
@@ -127,7 +126,6 @@ class RolloutGenerator:
 
     def trainer_is_waiting(self) -> None:
         """The trainer has nothing to do until the next batch."""
-        self._trainer_waits = True
         self._wake.set()
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
@@ -178,7 +176,7 @@ class RolloutGenerator:
             self._wake.clear()
             await self._issue()
             made = self._made
-            if made is not None and not made.done() and (batch := self._full()) is not None:
+            if made is not None and not made.done() and (batch := self._policy.batch()) is not None:
                 if not self.continuous:
                     batch = await self._settle()
                 made.set_result(self._hand_over(batch))
@@ -241,12 +239,6 @@ class RolloutGenerator:
 
     # ---- a batch
 
-    def _full(self) -> NextBatch | None:
-        batch = self._policy.batch()
-        if batch is not None and batch.late and not self._trainer_waits:
-            return None  # there is time yet
-        return batch
-
     async def _settle(self) -> NextBatch:
         """The batch is full: end what is in flight, keep it and what is good beyond need, or drop both."""
         store = self._store
@@ -282,16 +274,10 @@ class RolloutGenerator:
 
     def _hand_over(self, batch: NextBatch) -> GeneratedRollout:
         rollout_id, consumed = self._next, self._consumed
-        for number in batch.late:
-            self._running.cancel_group(number)
         for number, reason in batch.dropped.items():
             self._dropped += self._store.groups[number].samples()
             self._store.drop([number], reason)
-            self._count(reason if reason == STALE else f"drop_{reason}")
-        if self.continuous:
-            oldest = consumed - self._options.staleness_limit
-            spans = [self._store.groups[number].versions() for number in batch.groups]
-            self._count(STALE, sum(span is not None and span[0] < oldest for span in spans))  # --stale-samples train
+            self._count(f"drop_{reason}")
         self._policy.took(batch)
         version = consumed if self.continuous else self._version
         rollout, line = self._store.hand_over(rollout_id, batch.groups, version, consumed)
@@ -301,7 +287,6 @@ class RolloutGenerator:
         self._counts = {}
         self._next = rollout_id + 1
         self._consumed = consumed + self._options.steps_per_rollout
-        self._trainer_waits = False
         return found
 
     def _count(self, what: str, by: int = 1) -> None:
@@ -316,7 +301,6 @@ class RolloutGenerator:
         }
         if self.continuous:
             found["rollout/groups_waiting"] = float(len(self._store.held) - len(self._running))
-            found["rollout/groups_stale"] = count(STALE)
             found["rollout/groups_remade"] = count("remade")
             found["perf/rollout_wait_time"] = self._running.idle_time()
             if self._concurrency.limit is not None:

@@ -53,7 +53,6 @@ class InFlightGroups:
         self._running: dict[asyncio.Task[Verdict | None], GroupProgress] = {}
         self._asked: dict[int, list[ResponseRequest]] = {}  # by group, what is asked for now
         self._ended: deque[asyncio.Task[Verdict | None]] = deque()
-        self._given_up: set[asyncio.Task[Verdict | None]] = set()
         self._ending = False
         self._idle = 0.0
         self._idle_since = time.monotonic()
@@ -97,15 +96,6 @@ class InFlightGroups:
                 assert verdict is not None
                 return progress, verdict
         return None
-
-    def cancel_group(self, number: int) -> None:
-        """Give a group up: a task that is cancelled ends its own request."""
-        task = next(task for task, progress in self._running.items() if progress.number == number)
-        del self._running[task]
-        self._asked.pop(number, None)
-        task.cancel()
-        self._given_up.add(task)
-        task.add_done_callback(self._given_up.discard)
 
     def _finished(self, task: asyncio.Task[Verdict | None]) -> tuple[GroupProgress, Verdict | None]:
         progress = self._running.pop(task)
@@ -162,7 +152,7 @@ class InFlightGroups:
 
     async def close(self) -> None:
         """Cancel whatever is at work."""
-        await cancel(*self._running, *self._given_up)
+        await cancel(*self._running)
         self._running.clear()
 
     # ---- one group

@@ -32,7 +32,6 @@ STEPS = {"num_steps_per_rollout": 4}
             FULLY | {"rollout_function_path": "os.path.join"},
             "--loop fully-async and --rollout-function-path exclude each other",
         ),
-        (FULLY | {"stale_samples": "train"}, "--stale-samples train without a correction"),
         (
             ASYNC | {"max_staleness": 0},
             "--max-staleness 0 is less than the 1 policy versions that --loop async runs ahead",
@@ -46,7 +45,6 @@ STEPS = {"num_steps_per_rollout": 4}
             ASYNC | {"deterministic_mode": True, "update_weights_interval": 2},
             "stopped between two updates",
         ),
-        (ASYNC | {"stale_samples": "drop"}, "--stale-samples has no effect here: --loop is async"),
         (GRPO | {"update_weights_interval": 2}, "--update-weights-interval has no effect here: --loop is sync"),
         (GRPO | {"max_staleness": 2}, "--max-staleness has no effect here: --loop is sync, and --partial-rollout"),
         (
@@ -76,7 +74,6 @@ def test_what_cannot_go_together(values: dict[str, Any], words: str) -> None:
         (FULLY, 2),
         (FULLY | STEPS, 8),
         (FULLY | {"max_staleness": 1}, 1),
-        (FULLY | {"stale_samples": "train", "use_tis": True}, None),
     ],
 )
 def test_how_old_a_token_may_be(values: dict[str, Any], bound: int | None) -> None:
@@ -86,7 +83,7 @@ def test_how_old_a_token_may_be(values: dict[str, Any], bound: int | None) -> No
 def test_debug_switch_disables_running_ahead() -> None:
     """A debug switch may be added to any loop; then nothing runs ahead."""
     for more in ({"debug_rollout_only": True}, {"load_debug_rollout_data": "d/{rollout_id}"}):
-        options = Options(**(FULLY | more | {"stale_samples": "drop"}))
+        options = Options(**(FULLY | more))
         check_options(options)
         assert not options.runs_ahead
     assert "loop" in inert(Options(**(ASYNC | {"num_rollout": 0, "eval_interval": 1})))

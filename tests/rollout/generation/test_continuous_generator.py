@@ -62,21 +62,18 @@ def drawn(seed: int) -> FakeSampler:
     return FakeSampler(lambda asked: chance.choice([0.0, 0.001, 0.002, 0.03]))
 
 
-@pytest.mark.parametrize("late", ["wait", "drop"])
-def test_all_groups_are_accounted_for(tmp_path: Path, late: str) -> None:
+def test_all_groups_are_accounted_for(tmp_path: Path) -> None:
     """Batches are ready in time, and every group is accounted for."""
 
     async def run() -> None:
-        attempt = Streaming(tmp_path / "run", drawn(1), stale_samples=late)
+        attempt = Streaming(tmp_path / "run", drawn(1))
         made = await attempt.trains(0, 7)
         await attempt.stream.close()
         every = [number for one in made for number in numbers(one.rollout)]
         assert len(set(every)) == 8 * 4
-        stale = sum(one.metrics["rollout/groups_stale"] for one in made)
-        assert stale == 0 if late == "wait" else stale == attempt.store.ledger.dropped.get("stale", 0)
         assert max(int(attempt.options.staleness_bound or 0), 2) == 2
         left = attempt.store.ledger
-        assert left.trained == 32 and left.following == 32 + stale, "no more is issued than the run needs"
+        assert left.trained == 32 and left.following == 32, "no more is issued than the run needs"
         found = account(attempt.rundir.root)
         assert not found.wrong and found.trained == 32
 
@@ -98,57 +95,18 @@ def test_a_slow_group_is_overtaken_but_not_for_ever(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("late", ["wait", "train"])
-def test_a_conversation_of_many_steps_ends(tmp_path: Path, late: str) -> None:
-    """No weight update begins it again: the trainer waits for it, or trains on it once it is there."""
+def test_a_conversation_of_many_steps_ends(tmp_path: Path) -> None:
+    """No weight update begins it again: the trainer waits for it."""
 
     async def run() -> None:
         sampler = FakeSampler(lambda asked: 0.4 if asked.group.number == 1 else 0.0)
-        attempt = Streaming(tmp_path / "run", sampler, stale_samples=late, total=33)
+        attempt = Streaming(tmp_path / "run", sampler, total=33)
         made = await attempt.trains(0, 32, pause=0.02)
         await attempt.stream.close()
         (at,) = [place for place, one in enumerate(made) if 1 in numbers(one.rollout)]
-        assert at <= 2 if late == "wait" else at > 3
+        assert at <= 2
         asked = [one.index for one in sampler.asked if one.group.number == 1]
         assert sorted(asked) == sorted(set(asked)) and not attempt.store.ledger.dropped
-
-    asyncio.run(run())
-
-
-def test_drop_ends_late_groups(tmp_path: Path) -> None:
-    """With --staleness drop, a late group is ended once the trainer has nothing else."""
-
-    async def run() -> None:
-        attempt = Streaming(
-            tmp_path / "run", FakeSampler(lambda a: 60.0 if a.group.number == 1 else 0.0), stale_samples="drop"
-        )
-        made = await attempt.trains(0, 4, pause=0.02)
-        await attempt.stream.close()
-        assert attempt.store.ledger.dropped == {"stale": 1} and all(1 not in numbers(one.rollout) for one in made)
-
-    asyncio.run(run())
-
-
-def test_with_train_it_comes_when_it_comes(tmp_path: Path) -> None:
-    class Gated(FakeSampler):
-        gate = asyncio.Event()
-
-        async def make(self, asked: Any) -> Any:
-            if asked.group.number == 1:
-                await self.gate.wait()
-            return await super().make(asked)
-
-    async def run() -> None:
-        sampler = Gated()
-        attempt = Streaming(tmp_path / "run", sampler, stale_samples="train", total=13)
-        made = await attempt.trains(0, 3)
-        assert all(1 not in numbers(one.rollout) for one in made)
-        sampler.gate.set()
-        made += await attempt.trains(4, 12)
-        await attempt.stream.close()
-        (at,) = [place for place, one in enumerate(made) if 1 in numbers(one.rollout)]
-        assert at > 3 and attempt.options.staleness_bound is None
-        assert made[at].metrics["rollout/groups_stale"] >= 1 and made[0].metrics["rollout/groups_stale"] == 0
 
     asyncio.run(run())
 

@@ -68,9 +68,6 @@ class Loop:
         batch = self.pacing.batch()
         if batch is None:
             return False
-        for number in batch.late:
-            del self.begun[number]
-            self.lost.add(number)
         for number in batch.groups:
             self.trained.append((number, self.pacing.following - self.oldest[number]))
         self.pacing.took(batch)
@@ -84,17 +81,16 @@ class Loop:
     steps=st.integers(1, 3),
     interval=st.integers(1, 2),
     more=st.integers(0, 5),
-    late=st.sampled_from(["wait", "drop", "train"]),
     ahead=st.booleans(),
     refuses=st.sampled_from([0.0, 0.3]),
 )
 def test_random_runs_keep_the_bound(
-    seed: int, wanted: int, steps: int, interval: int, more: int, late: str, ahead: bool, refuses: float
+    seed: int, wanted: int, steps: int, interval: int, more: int, ahead: bool, refuses: float
 ) -> None:
     """ahead: the batch after this one is asked for while this one is trained on."""
     chance = random.Random(seed)
     bound = interval * steps + more
-    loop = Loop(StalenessControl(wanted, bound, steps, late), interval, chance, refuses)  # type: ignore[arg-type]
+    loop = Loop(StalenessControl(wanted, bound, steps), interval, chance, refuses)
     batches = done = waited = 0
     while done < 12:
         moved = loop.step()
@@ -113,12 +109,12 @@ def test_random_runs_keep_the_bound(
         waited = 0 if moved else waited + 1
         assert waited < 200, "it stands still"
     ages = [age for _, age in loop.trained]
-    assert late == "train" or max(ages) <= bound
+    assert max(ages) <= bound
     numbers = [number for number, _ in loop.trained]
     assert len(numbers) == len(set(numbers)), "a group is trained once"
     there = set(numbers) | loop.lost | set(loop.pacing._groups)
     assert there == set(range(loop.next)), "every group is somewhere"
-    assert refuses or late == "drop" or not loop.lost, "without filter and drop no group is lost"
+    assert refuses or not loop.lost, "without a filter no group is lost"
 
 
 def test_slow_groups_are_not_starved() -> None:
@@ -129,7 +125,7 @@ def test_slow_groups_are_not_starved() -> None:
     for number in (5, 3):
         pacing.keep(number)
     batch = pacing.batch()
-    assert (batch.groups, batch.late) == ([3, 5], [])
+    assert batch.groups == [3, 5]
     pacing.took(batch)
     assert pacing.following == 1 and pacing.due() == 0, "four are outstanding, for versions 1 and 2"
     pacing.publish(1)
@@ -144,21 +140,17 @@ def test_slow_groups_are_not_starved() -> None:
     assert pacing.batch().groups == [0, 4], "the oldest first"
 
 
-def test_late_groups_wait_drop_or_train_later() -> None:
-    """Groups that would be too late are waited for, dropped or trained later."""
-    for late, found in (("wait", None), ("drop", ([1, 2], [0, 3])), ("train", ([1, 2], []))):
-        pacing = StalenessControl(wanted=2, bound=0, steps=1, late=late)  # type: ignore[arg-type]
-        issue(pacing, [0, 1])
-        if late != "train":
-            assert pacing.due() == 0
-        pacing.bound = 1
-        issue(pacing, [2, 3])
-        pacing.bound = 0
-        pacing.keep(1)
-        pacing.keep(2)
-        batch = pacing.batch()
-        assert (batch and (batch.groups, batch.late)) == found
-        assert batch is None or batch.dropped == dict.fromkeys(batch.late, "stale")
+def test_late_groups_are_waited_for() -> None:
+    """There is no batch while it would make an unfinished group too old."""
+    pacing = StalenessControl(wanted=2, bound=0, steps=1)
+    issue(pacing, [0, 1])
+    assert pacing.due() == 0
+    pacing.bound = 1
+    issue(pacing, [2, 3])
+    pacing.bound = 0
+    pacing.keep(1)
+    pacing.keep(2)
+    assert pacing.batch() is None
 
 
 def test_earlier_attempts_groups() -> None:
