@@ -33,6 +33,7 @@ from hpcrl.utils.untrusted_files import Damaged, read_json
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
 OVERDUE = 25.0  #: seconds after which it is said that it has not repeated it
 SKEW = 30.0  #: seconds by which the clocks of hosts may differ
+RESTARTED = "Slurm has started it again; its launcher has not written anything yet"
 #: bytes at the end of metrics.jsonl, and records among them, that count in a list and for one run
 BRIEF, LONG = (24 << 10, WINDOW + 4), (1 << 20, 1 << 20)
 
@@ -130,9 +131,9 @@ def judge_run(
             status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
             status.sandboxes = sandbox_line(stage.rows(*LONG))
         status.stages = run.planned
-        if phase == "starting" and stage and stage.attempt is not None:
+        if phase == "starting" and message != RESTARTED and stage and stage.attempt is not None:
             status.awaits = awaited(RunDir(stage.root, stage.attempt))
-        if phase in WORKING and stage and stage.engines:
+        if phase in WORKING and message != RESTARTED and stage and stage.engines:
             status.engines = stage.engines.engines
     if phase == "failed":
         status.log = str(run.log)
@@ -184,7 +185,7 @@ def _without_word(run: Run, now: float, queued: QueuedJob | None, here: bool | N
     if run.job and queued:
         if queued.phase == "gone":
             return "lost", f"Slurm knows no job {run.job.job_id} of this run"
-        return "starting", ""
+        return "starting", RESTARTED if run.state else ""
     if run.job and run.job.queued and not run.job.job_id and now - run.job.submitted < SUBMITTING:
         return "pending", "it is being submitted"
     if run.job and run.job.queued and not run.job.job_id:

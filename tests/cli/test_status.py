@@ -17,7 +17,7 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.report import metrics
 from hpcrl.report.run_files import Run
-from hpcrl.report.run_status import Status, judge_run, span
+from hpcrl.report.run_status import RESTARTED, Status, judge_run, span
 from hpcrl.report.status_text import line, page, strip_control, table
 from hpcrl.run.job_files import STOP
 from hpcrl.run.queued_job import GONE, QueuedJob
@@ -166,7 +166,8 @@ def test_queue_overrules_earlier_state(tmp_path: Path) -> None:
     submitted(root, "12")
     assert look(root).phase == "requeued"
     assert look(root, queued=QueuedJob("pending", "PENDING", "may not begin yet")).phase == "pending"
-    assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 50)).phase == "starting"
+    found = look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 50))
+    assert (found.phase, found.message, found.awaits, found.engines) == ("starting", RESTARTED, "", [])
     assert look(root, queued=QueuedJob("running", "RUNNING", start=NOW - 102)).phase == "requeued", "it is about to be"
     assert look(root, queued=GONE).phase == "lost"
 

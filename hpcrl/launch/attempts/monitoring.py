@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from hpcrl.config.recipe import Stage
-from hpcrl.errors import Stopped
+from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.report.progress import Progress
 from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, Timeline
 from hpcrl.run.attempt_log import note_ready
@@ -21,7 +21,7 @@ def observe(
     rundir: RunDir, stage: Stage, title: str, total: int | None, state: JobStateFile, timeline: Timeline
 ) -> Iterator[Callable[[], None]]:
     """Tell of an attempt, on the screen, in state.json and in the timeline; gives what is called again and again."""
-    state.set("starting", stage=stage.name, attempt=rundir.attempt)
+    state.set("starting", stage=stage.name, attempt=rundir.attempt, message="")
     about = {"stage": stage.name, "attempt": rundir.attempt}
     timeline.mark(BEGINS, **about)
     begun, status, ready = timeline.now(), "failed", False
@@ -41,6 +41,9 @@ def observe(
         status = summary.status if (summary := read_summary(rundir.root)) else status
     except Stopped:
         status = "stopped"
+        raise
+    except HpcrlError:
+        state.set("starting", message=f"attempt {rundir.attempt} failed; looking for the host at fault")
         raise
     finally:
         timeline.add(ATTEMPT, begun, timeline.now(), status=status, **about)
