@@ -143,7 +143,8 @@ def run_attempt(
     except (HpcrlError, OSError) as error:  # the latter of a file system that has just failed: it may be over
         if stop.requests and not held.members:
             raise _stopped_early(stop) from error  # whom the scheduler ends with us has no other answer to give
-        ours = error if isinstance(error, HpcrlError) else _of_file_system(error, rundir)
+        what = f"attempt {rundir.attempt} of {rundir.root}"
+        ours = error if isinstance(error, HpcrlError) else HpcrlError(f"{what}: {describe(error)}", remedy(error))
         rundir.fail("launcher", 0, str(ours), failure_kind(error))  # unless a role has said more already
         if ours is error:
             raise
@@ -166,10 +167,6 @@ def _planned(options: Options, backend: Backend, held: HeldHosts, run_id: str, r
         if not backend.left_out:
             raise
         raise HostsSilent(f"without {', '.join(backend.left_out)}: {error.what}", error.hint) from error
-
-
-def _of_file_system(error: OSError, rundir: RunDir) -> HpcrlError:
-    return HpcrlError(f"attempt {rundir.attempt} of {rundir.root}: {describe(error)}", remedy(error))
 
 
 def _watch(

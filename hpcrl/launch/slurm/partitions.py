@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -267,7 +267,7 @@ def judge_component(
     fitting = [
         shape
         for shape in shapes
-        if _most(shape.gpus, gpu_type if gpus else None) >= gpus
+        if (shape.gpus.get(gpu_type, 0) if gpus and gpu_type else sum(shape.gpus.values())) >= gpus
         and shape.cpus >= (need.cpus or 0)
         and shape.memory >= _mebibytes(mem or "0")
     ]
@@ -294,7 +294,3 @@ def _mebibytes(mem: str) -> float:
     """sbatch's --mem in MiB: a number with K, M (the default), G or T."""
     number, unit = re.fullmatch(r"(\d+)([KMGT]?)", mem).groups()
     return int(number) * 1024.0 ** ("KMGT".index(unit or "M") - 1)
-
-
-def _most(gpus: Mapping[str, int], kind: str | None) -> int:
-    return gpus.get(kind, 0) if kind else sum(gpus.values())

@@ -112,7 +112,9 @@ def files_of(folder: Path, run: Path) -> list[str]:
     for name in _all_files(folder, run) if names is None else names:
         path = folder / name
         readable = os.path.isfile(path) or (path.is_symlink() and os.path.isdir(path))
-        if not readable or path.suffix == ".pyc" or not _is_text(name):
+        if (
+            not readable or path.suffix == ".pyc" or any("\ud800" <= c <= "\udfff" for c in name)
+        ):  # no UTF-8: not recorded
             continue
         found.append(name)
         total += 0 if is_kept_link(path, folder) else path.stat().st_size
@@ -131,11 +133,6 @@ def is_kept_link(path: Path, folder: Path) -> bool:
     if not path.is_symlink():
         return False
     return path.is_dir() or (path.suffix != ".py" and not path.resolve().is_relative_to(folder.resolve()))
-
-
-def _is_text(name: str) -> bool:
-    """Whether a name can be recorded: it is UTF-8."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def is_installed(module: Path) -> bool:

@@ -70,13 +70,9 @@ def differing(found: Mapping[str, Any]) -> Rows:
     return [
         (visible(name), visible(shown(value)))
         for name, value in sorted(found.items())
-        if name not in fields or value != _plain(fields[name].get_default(call_default_factory=True))
+        if name not in fields
+        or value != json.loads(json.dumps(fields[name].get_default(call_default_factory=True), default=str))
     ]
-
-
-def _plain(value: Any) -> Any:
-    """A default as JSON has it."""
-    return json.loads(json.dumps(value, default=str))
 
 
 def shown(value: Any) -> str:
