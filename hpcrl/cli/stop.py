@@ -18,7 +18,7 @@ import psutil
 
 from hpcrl.cli.find_run import Jobs, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
-from hpcrl.launch.restarts import later_jobs
+from hpcrl.launch.requeue import later_jobs
 from hpcrl.launch.slurm import jobs as slurm
 from hpcrl.launch.slurm.squeue import there
 from hpcrl.report.run_files import Run

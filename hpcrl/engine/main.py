@@ -43,7 +43,7 @@ from hpcrl.run.scratch import SHORT, Scratch
 from hpcrl.transport.auth import HTTP_KEY
 from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.colocation import Event
-from hpcrl.weights.route import backend
+from hpcrl.weights.update_backend import backend
 
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server

@@ -29,7 +29,7 @@ from hpcrl.planning.formulas.engine_memory import share, utilization
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
 from hpcrl.utils.cpus import cores
-from hpcrl.weights.route import backend
+from hpcrl.weights.update_backend import backend
 
 LISTEN_FD = "HPCRL_LISTEN_FD"
 EXTENSION = "hpcrl.engine.weight_receiver.WorkerExtension"

@@ -1,7 +1,7 @@
 """Loading an update into a running vLLM model, strictly: pieces as they come, or the files of a directory.
 
 vLLM keeps a table of weight-transfer backends; `register_receiver` adds ours to it, under the names that the trainer's
-side goes by (`hpcrl.weights.route.BACKENDS`).
+side goes by (`hpcrl.weights.update_backend.BACKENDS`).
 
 Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; any error
 is raised by `update`, never by `finish` (after which vLLM would believe for ever that an update is going on); an update
@@ -33,7 +33,7 @@ from hpcrl.engine.params.layers import Holdings
 from hpcrl.errors import DataError
 from hpcrl.models.files.safetensors_files import listing, read_header
 from hpcrl.weights.comparison import dtype_name
-from hpcrl.weights.route import BACKENDS
+from hpcrl.weights.update_backend import BACKENDS
 
 if TYPE_CHECKING:
     from hpcrl.engine.pieces.piece_receiver import PieceReceiver

@@ -15,7 +15,7 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.site import SiteProfile, minutes
 from hpcrl.launch.site_nodes import EACH, NODES, shown_flags
 from hpcrl.plan import Host, make_plan
-from hpcrl.weights.route import TransportConditions, transfer_obstacle
+from hpcrl.weights.update_backend import TransportConditions, transfer_obstacle
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a separate node

@@ -29,7 +29,7 @@ from hpcrl.launch.attempts.progress import check_headway
 from hpcrl.launch.attempts.retries import HostFault
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, note_broken_host
 from hpcrl.launch.job import RunJob, begin_job, discard_unbegun, reopen_job, run_job
-from hpcrl.launch.restarts import (
+from hpcrl.launch.requeue import (
     correct_error,
     explain_last_end,
     hand_over,

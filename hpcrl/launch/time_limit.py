@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpcrl.launch.restarts import margin
+from hpcrl.launch.requeue import margin
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.run.rundir import RunDir
 

@@ -31,7 +31,7 @@ from hpcrl.weights.comparison import Comparison, Differs, dtype_name
 from hpcrl.weights.disk import DiskUpdate, Written
 from hpcrl.weights.pieces.piece_update import PieceUpdate, obstacle
 from hpcrl.weights.pieces.planning import Source, needed_tensors, stranger
-from hpcrl.weights.route import DISK, pieces_obstacle
+from hpcrl.weights.update_backend import DISK, pieces_obstacle
 from hpcrl.weights.worker_calls import WorkerCalls
 
 NOTICED = 3.0  #: seconds within which the end of an engine shows

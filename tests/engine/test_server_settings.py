@@ -30,7 +30,7 @@ from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE, MeetingPeer
-from hpcrl.weights.route import backend
+from hpcrl.weights.update_backend import backend
 from tests.support.layouts import config_of
 
 CPU, CUDA = Build("0.32.0", True), Build("0.32.0", False)

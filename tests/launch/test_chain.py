@@ -20,7 +20,7 @@ from hpcrl.launch import batch_run
 from hpcrl.launch.allocation_request import make_request
 from hpcrl.launch.broken_hosts import broken_hosts, find_broken_host
 from hpcrl.launch.job import RunJob
-from hpcrl.launch.restarts import (
+from hpcrl.launch.requeue import (
     hand_over,
     later_jobs,
     nothing_left_to_do,

@@ -15,7 +15,7 @@ from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import PeerError
 from hpcrl.launch import batch_run
 from hpcrl.launch.job import RunJob
-from hpcrl.launch.restarts import UNNOTICED, explain_last_end
+from hpcrl.launch.requeue import UNNOTICED, explain_last_end
 from hpcrl.plan import Host
 from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import HOSTS, RunDir, write_atomic

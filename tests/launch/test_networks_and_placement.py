@@ -19,7 +19,7 @@ from hpcrl.launch.mpi.mpirun import handed_on, mpi_command
 from hpcrl.launch.mpi.placement import place_ranks
 from hpcrl.launch.mpi.ssh_check import check_hosts, unreachable
 from hpcrl.launch.probe import HostReport, Network, choose, gather, host_report, write
-from hpcrl.launch.restarts import margin
+from hpcrl.launch.requeue import margin
 from hpcrl.launch.roles import commands
 from hpcrl.launch.slurm.srun import SrunHosts
 from hpcrl.launch.slurm.steps import HetGroup, read_groups, step_on

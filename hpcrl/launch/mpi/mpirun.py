@@ -36,7 +36,7 @@ from hpcrl.launch.mpi.exit_status_relay import RunLocation
 from hpcrl.launch.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.launch.mpi.ssh_check import REACH, check_hosts, lost_hosts
 from hpcrl.launch.preflight import note_absent, refuse_settings
-from hpcrl.launch.restarts import last_attempt, names_host
+from hpcrl.launch.requeue import last_attempt, names_host
 from hpcrl.plan import Host, hosts_kept, make_plan
 from hpcrl.rollout.prompts.first_rows import look_at
 from hpcrl.run.exit_status import how_it_ended

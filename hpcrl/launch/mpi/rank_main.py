@@ -31,7 +31,7 @@ from hpcrl.launch.mpi.channel import Channel, RankJoined
 from hpcrl.launch.mpi.host_rank import HostRank
 from hpcrl.launch.mpi.launcher_rank import PART, MpiHosts
 from hpcrl.launch.mpi.placement import place_ranks
-from hpcrl.launch.restarts import seen_broken
+from hpcrl.launch.requeue import seen_broken
 from hpcrl.launch.user_code.snapshot import resume_code
 from hpcrl.plan import Host
 from hpcrl.report.progress import say

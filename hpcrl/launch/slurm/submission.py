@@ -24,7 +24,7 @@ from hpcrl.launch.allocation_request import FLOOR, AllocationRequest, make_reque
 from hpcrl.launch.broken_hosts import broken_hosts
 from hpcrl.launch.job import RunJob, begin_job, directory_of, hold_run, reopen_job
 from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
-from hpcrl.launch.restarts import later_jobs, margin
+from hpcrl.launch.requeue import later_jobs, margin
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.site_file import from_flags, saved_site
 from hpcrl.launch.slurm.job_script import Submission

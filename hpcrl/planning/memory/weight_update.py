@@ -5,7 +5,7 @@ The trainer's side is what the family's rules and the parallel sizes say, the en
 attention and MLP over its tensor-parallel workers, experts over all of them with enable_expert_parallel, key-value
 heads repeated where there are more workers than heads, attention once for each of data_parallel_size.
 
-Invariant: the way and the plan are made by the same functions that make them in a run (`hpcrl.weights.route`,
+Invariant: the way and the plan are made by the same functions that make them in a run (`hpcrl.weights.update_backend`,
 `hpcrl.weights.redistribution.plan`).
 """
 
@@ -108,7 +108,7 @@ def predict(
     Raises:
         UsageError: for a --weight-transfer that cannot be there.
     """
-    from hpcrl.weights.route import route  # imports ZeroMQ, which a dry run does not need
+    from hpcrl.weights.update_backend import route  # imports ZeroMQ, which a dry run does not need
 
     if served_as(options, family, config) == "adapter":
         return AdapterUpdate(adapter_bytes(options, family, config), link)
@@ -141,7 +141,7 @@ def in_pieces(
         backend: vLLM's name of the engines' end.
     """
     from hpcrl.weights.pieces.wire import round_bytes
-    from hpcrl.weights.route import IPC, SHM, TAKES_PIECES
+    from hpcrl.weights.update_backend import IPC, SHM, TAKES_PIECES
 
     fields = family.transformer(config)
     layouts = Layouts()
@@ -202,7 +202,7 @@ def _once(tensors: Sequence[tuple[str, Rule]]) -> Iterator[Rule]:
 
 
 def _workers(plan: Plan, sharing: str) -> list[Worker]:
-    from hpcrl.weights.route import destination_host
+    from hpcrl.weights.update_backend import destination_host
 
     found = []
     for number, engine in enumerate(plan.engines):

@@ -20,9 +20,9 @@ from hpcrl.models.family import Config, Family
 from hpcrl.models.lora.matrices import AdaptedMatrix, adapted
 from hpcrl.models.lora.settings import LoraSettings
 from hpcrl.models.slicing import Shapes
+from hpcrl.trainer.global_names import in_whole_model
 from hpcrl.trainer.lora.layer import SUFFIX, Adapter, GroupedAdapter, add_to
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.trainer.whole_names import in_whole_model
 
 
 @dataclass

@@ -25,10 +25,10 @@ from hpcrl.models.files.torch_dist import TorchDist
 from hpcrl.models.lora.base_digest import BitSums, bit_sums, digest_of
 from hpcrl.models.lora.matrices import is_adapter
 from hpcrl.models.slicing import CUTS
+from hpcrl.trainer.global_names import in_whole_model
 from hpcrl.trainer.lora.layer import Adapter, adapters_of
 from hpcrl.trainer.megatron.parameter_shards import held_table, own_parameters, shapes_of
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.trainer.whole_names import in_whole_model
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy

@@ -19,8 +19,8 @@ from hpcrl.models.family import Rule
 from hpcrl.models.lora.matrices import is_adapter
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
+from hpcrl.trainer.global_names import in_whole_model
 from hpcrl.trainer.lora.merged import sent_values
-from hpcrl.trainer.whole_names import in_whole_model
 from hpcrl.weights.pieces.elements import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.redistribution.layouts import Pattern, held_parts

@@ -51,7 +51,7 @@ from hpcrl.weights.pieces.planning import (
 from hpcrl.weights.pieces.wire import HALVES, ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
 from hpcrl.weights.redistribution.loads import ALIGN
 from hpcrl.weights.redistribution.plan import Redistribution, carriers
-from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, pieces_obstacle
+from hpcrl.weights.update_backend import IPC, NCCL, SHM, TAKES_PIECES, pieces_obstacle
 
 JOIN = "joining the group for weights"
 LOOK = 0.02  #: seconds between two questions whether the workers have joined

@@ -17,7 +17,7 @@ from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.weights.pieces.wire import round_bytes, span
 from hpcrl.weights.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
 from hpcrl.weights.redistribution.plan import Redistribution, redistribute
-from hpcrl.weights.route import Sharing, destination_host
+from hpcrl.weights.update_backend import Sharing, destination_host
 
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]
 

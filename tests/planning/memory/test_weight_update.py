@@ -21,7 +21,7 @@ from hpcrl.planning.memory.weight_update import Gathered, Update, in_pieces, pre
 from hpcrl.weights.pieces.messages import receive_plans
 from hpcrl.weights.pieces.piece_update import obstacle
 from hpcrl.weights.pieces.wire import UpdateGroup, WorkerJoinCommand, read_join_command, write_join_command
-from hpcrl.weights.route import backend
+from hpcrl.weights.update_backend import backend
 from tests.support.published_models import MODELS
 from tests.support.small_recipes import IN_FP8
 

@@ -24,7 +24,7 @@ from hpcrl.weights.pieces.device_transport import DeviceTransport
 from hpcrl.weights.pieces.wire import DATA
 from hpcrl.weights.redistribution.layouts import Worker
 from hpcrl.weights.redistribution.plan import redistribute
-from hpcrl.weights.route import backend
+from hpcrl.weights.update_backend import backend
 from tests.support.layouts import random_case
 from tests.weights.pieces.test_pieces import boxes_of, closed, members, rank_side, simple, worker_side  # noqa: F401
 

@@ -29,7 +29,7 @@ from hpcrl.weights.pieces.piece_update import _check_hosts
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
 from hpcrl.weights.redistribution.layouts import Worker
 from hpcrl.weights.redistribution.plan import redistribute
-from hpcrl.weights.route import backend
+from hpcrl.weights.update_backend import backend
 from tests.support.able import needs
 from tests.support.layouts import Case, random_case
 from tests.support.ranks import run_ranks
