@@ -32,7 +32,7 @@ class TokenColumn(NamedTuple):
 
     Attributes:
         dtype: of its numbers, as they are stored and sent.
-        of: the field of ROW that counts the tokens, "length" (prompt and response) or "response_length".
+        counted_by: the field of ROW that counts the tokens, "length" (prompt and response) or "response_length".
         dims: further dimensions of an entry, of the same size for all tokens.
         optional: only some runs have it, for all of their samples; it is in `Sample.extra` and `SampleBatch.extra`.
     """

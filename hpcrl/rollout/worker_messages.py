@@ -108,7 +108,7 @@ class GradingTask(msgspec.Struct, tag=True):
     """Samples to grade (several: a group for one call), by which rewards, within how many seconds.
 
     Attributes:
-        each: responses to a prompt, in an evaluation.
+        n_samples_per_prompt: responses to a prompt, in an evaluation.
     """
 
     id: int
@@ -195,7 +195,7 @@ class CustomCall(msgspec.Struct, tag=True):
 
     Attributes:
         reward_key: of the reward in an object, that of the held-out set in an evaluation.
-        each: responses to a prompt, in an evaluation.
+        n_samples_per_prompt: responses to a prompt, in an evaluation.
     """
 
     id: int

@@ -28,9 +28,9 @@ def test_every_check_passes_here(tmp_path: Path) -> None:
     done = selftest(tmp_path, "--dir", "st", "--json", "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["checks"]
-    assert found["stream_order"]["said"].startswith("no GPU: ")
-    assert found["ipc"]["said"].startswith("no GPU: ")
-    assert found["sleep_wake"]["said"].startswith("vLLM's CPU build")
+    assert found["stream_order"]["text"].startswith("no GPU: ")
+    assert found["ipc"]["text"].startswith("no GPU: ")
+    assert found["sleep_wake"]["text"].startswith("vLLM's CPU build")
     skipped = {"stream_order", "ipc", "sleep_wake"}
     assert {name: check["result"] for name, check in found.items()} == {
         name: "skipped" if name in skipped else "passed" for name in found

@@ -38,7 +38,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """What came of a check.
 
     Attributes:
-        said: one line.
+        text: one line.
         numbers: what was measured, with the unit in the name.
         seconds: that it took.
     """

@@ -228,7 +228,7 @@ class PromptRequest:
     """Samples of one prompt (int32 [n]) under one way of sampling.
 
     Attributes:
-        begun: tokens at the end of `prompt` that are the response's own.
+        partial_tokens: tokens at the end of `prompt` that are the response's own.
         max_tokens: that may still come.
         exact: whether nothing else bounds the response.
         tries: how often it was sent before.

@@ -25,7 +25,7 @@ class Tally:
     Attributes:
         what: the batch, for the error.
         size: gradings of the batch.
-        each: samples of a group.
+        group_size: samples of a group.
         limit: of the option `flag`.
         prompts: the prompts whose grading has failed in this run, shared by all its tallies.
         counted: what is counted.

@@ -26,7 +26,7 @@ class FunctionJob(PooledJob):
         call: makes it again, with its own session.
         in_engines: whether engines work for it.
         seconds: that it may take besides.
-        told: seconds since it was cancelled.
+        cancelled_at: seconds since it was cancelled.
     """
 
     call: Callable[[int], CustomCall]

@@ -44,9 +44,9 @@ class ResponseRequest:
 
     Attributes:
         held_out: in an evaluation, whose groups are numbered by the lines of the set.
-        begun: what an earlier call returned of it, to be resumed: unfinished (ABORTED), or finished and not graded; a
+        partial: what an earlier call returned of it, to be resumed: unfinished (ABORTED), or finished and not graded; a
             sampler that cannot resume begins again.
-        made: where the sampler leaves what is finished before it waits for the reward, so that it is kept if the wait
+        results: where the sampler leaves what is finished before it waits for the reward, so that it is kept if the wait
             is given up.
     """
 
