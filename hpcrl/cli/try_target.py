@@ -32,7 +32,7 @@ class TriedModel:
 
     Attributes:
         options: of one engine; its model is there.
-        said: what it is, for the user.
+        description: what it is, for the user.
         folder: of the user's, kept from one time to the next.
     """
 

@@ -91,7 +91,7 @@ class EnginePeer(Peer, tag="engine"):
     Attributes:
         model_len: tokens of prompt and response together that it can hold, None if it did not say.
         incarnation: how often it was started before (`run/engine_files.py`).
-        realm: of an engine that the run has not started, the name under which it derives its key this time.
+        key_name: of an engine that the run has not started, the name under which it derives its key this time.
     """
 
     role: ClassVar[str] = "engine"

@@ -36,7 +36,7 @@ class QueuedJob(msgspec.Struct, frozen=True):
         cause: whether that is why its processes ended, too.
         outcome: of a job that has ended, what that means for a run whose launcher could not say so itself.
         never: it waits for what does not come.
-        begun: some part of it has been on a node.
+        started: some part of it has been on a node.
         over: every part has ended.
         ending: Slurm is ending what is left of it, on its nodes, for good or to queue it again.
         start, ends: unix times, expected ones too; None: not known. ends is the time limit's.

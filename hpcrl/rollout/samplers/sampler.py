@@ -46,8 +46,8 @@ class ResponseRequest:
         held_out: in an evaluation, whose groups are numbered by the lines of the set.
         partial: what an earlier call returned of it, to be resumed: unfinished (ABORTED), or finished and not graded; a
             sampler that cannot resume begins again.
-        results: where the sampler leaves what is finished before it waits for the reward, so that it is kept if the wait
-            is given up.
+        results: where the sampler leaves what is finished before it waits for the reward, so that it is kept if that
+            wait is given up.
     """
 
     group: Group
