@@ -55,7 +55,7 @@ class RemoteHost:
     """A member of the run behind another rank.
 
     Attributes:
-        begun: the run and the attempt with which it was started.
+        attempt_key: the run and the attempt with which it was started.
         ended: its exit status, once its rank has told it.
         expendable: as of `HostProcess`.
     """
