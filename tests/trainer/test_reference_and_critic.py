@@ -202,11 +202,10 @@ def test_resumed_models(tmp_path: Path, model: Path, other: Path) -> None:
     resumed = run_ranks(1, go_on, [(every[name], places[name]) for name in every])[0]
     for name, uncut, after in zip(every, saved, resumed, strict=True):
         assert after == uncut[BEFORE:], name
-    assert [(path / "iter_0000003" / "reference").is_dir() for path in places.values()] == [False, True, True, False]
-    kl = [[row["train/kl_loss"] for row in uncut] for uncut in saved[:3]]
+    assert [(path / "iter_0000003" / "reference").is_dir() for path in places.values()] == [False, True, False]
+    kl = [[row["train/kl_loss"] for row in uncut] for uncut in saved[:2]]
     assert kl[0][:2] == kl[1][:2] and kl[0][2] != kl[1][2], "it moves after the second rollout, not before"
     assert kl[1][2] == 0.0, "then it is the policy"
-    assert kl[2][0] == kl[0][0] and abs(kl[2][1] - kl[0][1]) > 1e-3, "a moving average moves after the first"
     for layout in ("tp2 pp2", "dp2"):
         n, fields = LAYOUTS[layout]
         wide = [(options(model, n, ref_load=str(other), **KL, **fields, **KINDS[name]), places[name]) for name in every]
