@@ -70,11 +70,11 @@ def host(rundir: RunDir) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_server_that_is_killed_is_started_again(rundir: RunDir, host: subprocess.Popen[str]) -> None:
-    """Twice, on the processors that it may use; the host ends with the run, and nothing is an error."""
+    """Twice; the host ends with the run, and nothing is an error."""
     for incarnation in range(3):
         until(lambda incarnation=incarnation: newest(rundir, SandboxPeer, 0).incarnation == incarnation)
         peer = newest(rundir, SandboxPeer, 0)
-        assert peer is not None and len(os.sched_getaffinity(peer.pid)) == 1
+        assert peer is not None
         if incarnation < 2:
             os.kill(peer.pid, signal.SIGKILL)
     rundir.request_end()
