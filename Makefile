@@ -129,7 +129,7 @@ fast-312: env-312
 	.venv-312/bin/python -m pytest $(FAST)
 
 trainer-312: env-312
-	.venv-312/bin/python -m pytest -m "(core or full) and process" tests/trainer tests/models/convert tests/models
+	.venv-312/bin/python -m pytest -m "(core or full) and process" tests/trainer tests/models
 
 # Their packages bring some hundred others, so they have an environment of their own, which sees this one's.
 TRACKERS := $(HPCRL_VENV)/trackers

@@ -1,6 +1,6 @@
 """`hpcrl convert`: weights from one format to another.
 
-Invariant: a conversion is one module of `hpcrl/models/convert/`, loaded only when it is named, as torch comes with it.
+Invariant: a conversion is one module, loaded only when it is named, as torch comes with it.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from hpcrl.launch.attempts.host_processes import HostProcess
 from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts
 from hpcrl.launch.local import spawn
-from hpcrl.launch.node_checks.all_nodes import NodesJob as Look
-from hpcrl.launch.node_checks.all_nodes import NodeStep, examine
+from hpcrl.launch.node_checks.all_nodes import NodesJob, NodeStep, examine
 from hpcrl.launch.slurm.node_sharing import refuse_shared_nodes
 from hpcrl.launch.slurm.squeue import ECHOES, REFUSED
 from hpcrl.launch.slurm.steps import KEPT, HetGroup, Step, step_on, without_container
@@ -160,7 +159,7 @@ class SrunHosts:
             NodeStep(role, len(g.nodes), g.slots, [*g.step, "doctor"])
             for role, g in zip(roles, self.groups, strict=True)
         ]
-        look = Look(
+        job = NodesJob(
             steps,
             options.interface,
             gpus=False,
@@ -169,7 +168,7 @@ class SrunHosts:
             echoes=ECHOES,
             seconds=options.launch_timeout,
         )
-        findings = examine(look, rundir.here / "doctor", options.launch_timeout)
+        findings = examine(job, rundir.here / "doctor", options.launch_timeout)
         for finding in findings:
             if finding.level == "warn":
                 say(finding.line())

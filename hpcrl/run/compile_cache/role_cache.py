@@ -121,8 +121,8 @@ class KeptCode:
         if self.where and self._earlier:
             self._noted(self._discard)
 
-    def _noted(self, work: Callable[[], bool]) -> bool:
-        """Do what may fail; its answer, True if it has failed."""
+    def _noted(self, work: Callable[[], bool | None]) -> bool | None:
+        """Do what may fail. Returns what `work` does, or True after an error, which is one line in the log."""
         assert self.where
         try:
             return work()
@@ -130,7 +130,7 @@ class KeptCode:
             say(f"note: compile cache: {error}; without effect on the run ({self.where.kept}, {self.where.shape})")
             return True
 
-    def _restore(self) -> bool:
+    def _restore(self) -> None:
         assert self.where
         shape, here, kept = self.where
         os.utime(here)
@@ -146,9 +146,8 @@ class KeptCode:
         finally:
             self._earlier = bool(listing(here))
             _remove_unused(here.parent)
-        return True
 
-    def _discard(self) -> bool:
+    def _discard(self) -> None:
         assert self.where
         shape, here, kept = self.where
         (kept / (shape + END)).unlink(missing_ok=True)
@@ -158,7 +157,6 @@ class KeptCode:
             "compile cache: this role died before it was up, perhaps by code that earlier ones compiled: the archive "
             f"and the files on this node are removed, and the next start compiles for itself ({kept}, {shape})"
         )
-        return True
 
     def _watch(self, wait: float) -> None:
         """Until the archive is written: look every second whether the files have settled."""
@@ -175,6 +173,7 @@ class KeptCode:
                 time.sleep(0.2)
 
     def _pack(self) -> bool:
+        """Whether the archive is written; False if a file has changed meanwhile."""
         assert self.where
         begun = time.monotonic()
         if (found := pack(self.where.here, self.where.kept, self.where.shape)) is None:

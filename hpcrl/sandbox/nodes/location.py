@@ -22,7 +22,7 @@ class SandboxPlace(msgspec.Struct, frozen=True):
 
     Attributes:
         nodes: how many nodes of attempt `attempt` of `run` have sandboxes; 0: they are on this machine.
-        warm, most, kind, reach: of a pool on this machine.
+        kind, reach: of a pool on this machine.
     """
 
     run: str
