@@ -117,7 +117,7 @@ def ours(root: Path, work: Work, loop: str, steps: int, **more: Any) -> list[Row
         "bf16": False, "num_rollout": steps, "rollout_batch_size": work.groups, "n_samples_per_prompt": EACH,
         "rollout_max_response_len": work.longest, "rollout_max_context_len": work.longest + 48, "advantage_estimator": "grpo",
         "eps_clip": 0.2, "eps_clip_high": 0.28, "lr": 2e-4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096,
-        "trainer_threads": threads, **more,
+        **more,
     }  # fmt: skip
     recipe, run = root / "recipe.toml", root / "run"
     recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))

@@ -279,7 +279,7 @@ def job(case: Case, directory: Path) -> str:
         interface,
         imports=any(options.rollout_num_gpus for options in case.stages),
         echoes=ECHOES,
-        seconds=max((options.launch_timeout for options in case.stages), default=NodesJob.__struct_defaults__[-1]),
+        seconds=case.site.launch_timeout,
     )
     write_atomic(directory / "job.json", msgspec.json.encode(todo))
     if case.site.container.kind != "none":  # a container sees this directory, but perhaps not where hpcrl is installed

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.cli.find_run import find_run
-from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.report.run_files import Run, StageFiles, load_json
+from hpcrl.errors import UsageError
+from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.status_text import on_terminal
 from hpcrl.utils.arguments import RUN, Parser
 from hpcrl.utils.plain_text import strip_control
@@ -20,8 +20,6 @@ from hpcrl.utils.untrusted_files import as_given
 
 if TYPE_CHECKING:
     import argparse
-
-    import numpy as np
 
     from hpcrl.report.sample_records import Look, Reading
     from hpcrl.report.sample_view import Line, Which
@@ -95,7 +93,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="turn by turn: what the policy wrote, what it was told, and what it did in sandboxes",
     )
-    parser.add_argument("--tokens", action="store_true", help="token by token, of a run with --save-token-data")
     parser.add_argument(
         "--diff",
         nargs=2,
@@ -104,15 +101,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     for name, given in (
-        ("--tokens", args.tokens),
         ("--transcript", args.transcript),
         (f"--{args.which}", args.which != "first"),
         ("--group", args.group is not None),
     ):
         if args.diff and given:
             raise UsageError(f"{name} has no effect with --diff", "leave it out")
-    if args.tokens and args.eval:
-        raise UsageError("--tokens has no effect with --eval: nothing of an evaluation is trained on", "leave it out")
     return args
 
 
@@ -174,30 +168,6 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
         yield (Word(f"{place.title} has no {what}"),)
     for look in found:
         yield from (transcript_lines if args.transcript else sample_lines)(look, f"{place.title}, ")
-        if args.tokens:
-            yield from _tokens(place, look)
-
-
-def _tokens(place: StepSamples, look: Look) -> Iterator[Line]:
-    from hpcrl.report.sample_records import read_tokens
-    from hpcrl.report.sample_view import token_lines
-
-    columns = read_tokens(place.stage.root, place.step, look.at)
-    if columns is None:
-        raise UsageError(f"{place.title} has no token data", "run with --save-token-data N to keep it every N rollouts")
-    yield from token_lines(columns, _pieces(place.stage, columns["tokens"]))
-
-
-def _pieces(stage: StageFiles, tokens: np.ndarray) -> list[str]:
-    """The text of each token (int32 [t]); its number where the run's tokenizer is not there."""
-    settings = load_json(stage.root / "options.json", dict[str, object], []) or {}
-    from hpcrl.rollout.prompts.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(str(settings.get("hf_checkpoint")))
-        return [tokenizer.decode(tokens[at : at + 1]) for at in range(len(tokens))]
-    except HpcrlError:
-        return [str(token) for token in tokens.tolist()]
 
 
 def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:

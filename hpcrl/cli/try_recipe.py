@@ -86,7 +86,6 @@ def _sample(target: TriedModel, folder: Path, counts: dict[str, int]) -> int:
             "rollout_batch_size": counts["prompts"],
             "n_samples_per_prompt": counts["responses"],
             "reward_max_failed": 1.0,
-            "custom_generate_max_failed": 1.0,
             "load_debug_rollout_data": None,
         }
     )
@@ -147,6 +146,7 @@ def _wait(shown: subprocess.Popen[bytes], engine: subprocess.Popen[bytes], log: 
 
     if not poll(over, Deadline(limit), POLL):
         raise DeadlineError(
-            f"it took more than --engine-start-timeout and --rollout-timeout together, {limit:.0f} s", "raise them"
+            f"it took more than {limit:.0f} s, an engine's start and a step's samples together",
+            "raise --timeout-factor",
         )
     return shown.returncode

@@ -110,7 +110,7 @@ _NOT_HERE = {
     "multimodal_keys": "only text is read",
     "custom_generate_function_path": "--custom-generate-function-path holds for all sets",
     "app_service": "there is no such service",
-    "eval_task_timeout": "--rollout-timeout bounds an evaluation, --request-timeout a response",
+    "eval_task_timeout": "--timeout-factor scales the limit of an evaluation, --request-timeout bounds a response",
     "min_eval_samples": "an evaluation is whole or fails",
 }
 _EARLY = "eval_early_stop_"

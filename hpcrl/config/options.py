@@ -198,13 +198,28 @@ class Options(
         return self.takes_turns and self.offload_train is not False
 
     @property
+    def rollout_timeout(self) -> float:
+        """Seconds that the samples of one step, or an evaluation, may take."""
+        return 3600.0 * self.timeout_factor
+
+    @property
+    def custom_generate_timeout(self) -> float:
+        """Seconds of wall-clock time that one call of a custom generator may take outside of the engines."""
+        return 300.0 * self.timeout_factor
+
+    @property
+    def engine_restarts(self) -> int:
+        """How often in an attempt an engine that has died or hangs is started again."""
+        return self.attempts - 1
+
+    @property
     def sleep_level(self) -> int:
         """vLLM's level of sleep while the trainer trains; 0: nothing is sampled, and everything stays in memory."""
         if not self.takes_turns or self.offload_rollout is False:
             return 0
         kept = self.vllm.get("enable_expert_parallel") or self.drafts_with_weights
         kept = kept or (self.lora_rank and self.lora_serve != "merged")  # no update would bring the weights again
-        return self.rollout_sleep_level or (1 if kept else 2)
+        return 1 if kept else 2
 
     @property
     def truncated_sampling(self) -> bool:

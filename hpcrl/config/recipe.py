@@ -249,6 +249,9 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
     settled = with_own_settings(_expand(merged, places), Options.model_fields)
+    if isinstance(factor := settled.get("timeout_factor"), int | float) and factor > 0:
+        limits = ("engine_start_timeout", "update_timeout", "request_timeout")
+        settled = {name: factor * Options.model_fields[name].default for name in limits} | settled
     merged = with_function_files(settled, POINTS, recipe.files)
     return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
 

@@ -31,7 +31,7 @@ from hpcrl.engine.server_settings import LISTEN_FD, build, gpu_wishes, server_en
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.models.files.config_json import read_config
 from hpcrl.report.timeline.spans import Timeline, role_timeline
-from hpcrl.run.compile_cache.role_cache import NOT_KEPT, KeptCode
+from hpcrl.run.compile_cache.role_cache import KeptCode
 from hpcrl.run.engine_files import record_end, restart_limit, was_up
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import overruled
@@ -117,8 +117,7 @@ class EngineSupervisor:
         plan = self.context.plan
         index = self.context.index
         rundir = self.context.rundir
-        kept = options if self.keeps_code or options.compile_cache else options.model_copy(update=NOT_KEPT)
-        self.code = KeptCode(kept, rundir, "engine", (node,), base, self.scratch)
+        self.code = KeptCode(options, rundir, "engine", (node,), base, self.scratch, self.keeps_code)
         base |= self.code.variables
         for line in overruled(gpu_wishes(options, plan, index, self.found, node), base):
             say(line)
@@ -212,7 +211,7 @@ class EngineSupervisor:
             PeerError: as soon as the server has died, answers no more, or its engine core does not.
         """
         silent_since = None
-        patience = self.context.options.engine_hang_timeout
+        patience = self.context.options.rollout_health_check_timeout
         pulse = CoreWatchdog(self.address, patience)
         while not self.stopped.wait(POLL):
             self._check_child()
@@ -229,7 +228,7 @@ class EngineSupervisor:
                 if pulse.silent(now) > patience:
                     raise PeerError(
                         f"{self.name} hangs: its engine core has not answered for {patience:.0f} s "
-                        f"(--engine-hang-timeout); {self.log.explain()}"
+                        f"(--rollout-health-check-timeout); {self.log.explain()}"
                     )
                 continue
             silent_since = silent_since or now
@@ -259,9 +258,10 @@ class EngineSupervisor:
         starts: no route answers then, for as long as a large model takes.
         """
         pid, seconds = self.standing.longest() or (0, 0.0)
-        if seconds > (patience := self.context.options.engine_hang_timeout):
+        if seconds > (patience := self.context.options.rollout_health_check_timeout):
             raise PeerError(
-                f"{self.name} hangs: its process {pid} has been stopped for {patience:.0f} s (--engine-hang-timeout)"
+                f"{self.name} hangs: its process {pid} has been stopped for {patience:.0f} s "
+                "(--rollout-health-check-timeout)"
             )
 
     def end(self) -> None:

@@ -354,7 +354,7 @@ def cpu_threads(options: Options, plan: Plan, index: int, node: int = 0) -> int:
     if options.deterministic_mode:
         return 1
     host = plan.engine_nodes(index)[node].host
-    ranks = sum(p.host == host for p in plan.trainers) * options.trainer_threads
+    ranks = sum(p.host == host for p in plan.trainers)
     parts = [part for number in range(len(plan.engines)) for part in plan.engine_nodes(number)]
     workers = sum(len(p.slots) for p in parts if p.host == host)
     return max(1, cores(os.sched_getaffinity(0), os.environ) // max(1, ranks + workers))

@@ -26,7 +26,7 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 
 class ServedEngine(EngineSupervisor):
     """One server at the address that its plan names as the only external one.  Its directory ends with it, and so it
-    keeps compiled code only where --compile-cache says."""
+    keeps no compiled code."""
 
     keeps_code = False
 

@@ -34,7 +34,7 @@ class EngineRestarter:
     """Keeps the engines of `host`; begin(role, index, command) starts one.
 
     Attributes:
-        limit: --engine-restarts.
+        limit: --attempts less one.
         commands: of each engine, by index.
         incarnations: the newest of each engine.
     """

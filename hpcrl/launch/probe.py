@@ -188,7 +188,7 @@ def gather(
     silent = [host for host in hosts if host not in reports.found]
     if len(silent) > lacks:
         raise DeadlineError(
-            f"no answer from {', '.join(silent)} within --launch-timeout {seconds:.0f} s",
+            f"no answer from {', '.join(silent)} within {seconds:.0f} s",
             f"is the host up, and does it see {rundir.root} (a file system that all hosts share)?",
         )
     return {host: reports.found[host] for host in hosts if host in reports.found}

@@ -107,10 +107,12 @@ def commands(
         ranks = ()
         if plan.rollout.host == host and first:
             found.append(("trainer", 0, [*python, "hpcrl.trainer.rollout_driver", *base]))
-    if ranks and options.rank_launcher == "torchrun" and first:
+    # one rank needs no agent, and a task for each slot starts its own
+    agent = slot is None and options.world_size > 1
+    if ranks and agent:
         number = plan.trainer_hosts.index(host)
         found.append(("trainer", ranks[0], [*python, "hpcrl.trainer.start.torchrun", *base, "--index", str(number)]))
-    if options.rank_launcher == "ranks":
+    if not agent:
         mine = [rank for rank in ranks if slot in (None, plan.trainers[rank].slots[0])]
         found += [
             ("trainer", rank, [*python, "hpcrl.trainer.start.single_rank", *base, "--index", str(rank)])

@@ -142,13 +142,14 @@ class SiteProfile(BaseModel):
         description="one heterogeneous job, or one ordinary job split by node range; None: ordinary where "
         "trainer.gpus_per_node is set and the engines' nodes are described as the trainers' or not at all",
     )
-    rank_launcher: Literal["torchrun", "ranks"] | None = Field(
-        None,
-        description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the "
-        "recipe's",
+    rank_launcher: Literal["torchrun", "ranks"] = Field(
+        "torchrun", description="torchrun: one task a node, which starts torchrun; ranks: srun starts one task a slot"
     )
-    launch_timeout: float | None = Field(
-        None, gt=0, description="as --launch-timeout, for a site whose images take long to start; None: the recipe's"
+    launch_timeout: float = Field(120.0, gt=0, description="seconds until every node must have answered")
+    shared_nodes: bool = Field(
+        False,
+        description="let an engine lie on several nodes of a job that other users may share (docs/security.md); "
+        "otherwise that is an error",
     )
     interface: str | None = Field(
         None,
@@ -208,9 +209,8 @@ class SiteProfile(BaseModel):
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """`overrides` with the options that this site sets and neither recipe nor flags do, and with the recipe's
         trainers on nodes of its size."""
-        mine = {name: getattr(self, name) for name in ("interface", "rank_launcher", "launch_timeout")}
         said = recipe.options_set(overrides)
-        own = {name: value for name, value in mine.items() if value is not None and name not in said}
+        own = {"interface": self.interface} if self.interface is not None and "interface" not in said else {}
         return {**own, **fitted_nodes(recipe, overrides, self.trainer.gpus_per_node), **overrides}
 
     def again(self) -> Self:

@@ -3,7 +3,6 @@
     samples/00000012.jsonl              what was asked, answered and earned in rollout 12, by the rollout process
     samples/eval-NAME-12.jsonl          the same of an evaluation after it
     samples/trained/00000012.jsonl      what the trainer made of each, in the same order: `Trained`
-    samples/trained/00000012.tokens-0.safetensors   token by token (--save-token-data), a file a data-parallel rank
 
 A step is counted from 0, as its file is.  An evaluation is known by how many steps were done before it: 0 is before the
 first, and what its file calls 12 (the step that it followed) is 13 here and in whatever is shown.
@@ -18,31 +17,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.untrusted_files import open_regular
 
-if TYPE_CHECKING:
-    import numpy as np
-
 T = TypeVar("T")
 
 LONGEST = 1 << 26  #: bytes of a line; a longer one counts as damaged
-LARGEST = 1 << 34  #: bytes of a file of tokens that is read
-#: name -> dtype of the columns of a file of tokens; `own` and `response_length` have one row a sample, the others one a
-#: token
-COLUMNS = {
-    "own": "int32",
-    "response_length": "int32",
-    "tokens": "int32",
-    "mask": "uint8",
-    "engine": "float32",
-    "trainer": "float32",
-    "advantage": "float32",
-}
 
 
 class Record(msgspec.Struct):
@@ -126,10 +110,6 @@ def trained_file(stage: Path, step: int) -> Path:
     return stage / "samples" / "trained" / f"{step:08d}.jsonl"
 
 
-def tokens_file(stage: Path, step: int, rank: int) -> Path:
-    return stage / "samples" / "trained" / f"{step:08d}.tokens-{rank}.safetensors"
-
-
 def steps_of(stage: Path, held_out: str | None = None) -> list[int]:
     """The steps that there are samples of, ascending; of evaluations of the set `held_out` how many steps were done."""
     if held_out is not None:
@@ -202,49 +182,3 @@ def write_trained(stage: Path, step: int, found: Sequence[Trained]) -> None:
     path = trained_file(stage, step)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, b"".join(msgspec.json.encode(row) + b"\n" for row in found))
-
-
-def write_tokens(stage: Path, step: int, rank: int, columns: dict[str, np.ndarray]) -> None:
-    """Write a file of tokens, whole.
-
-    Args:
-        columns: see COLUMNS.
-
-    Raises:
-        HpcrlError: if the disk does not take it.
-    """
-    import numpy as np
-    from safetensors.numpy import save
-
-    path = tokens_file(stage, step, rank)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomic(path, save({name: np.ascontiguousarray(columns[name], kind) for name, kind in COLUMNS.items()}))
-
-
-def read_tokens(stage: Path, step: int, wanted: int) -> dict[str, np.ndarray] | None:
-    """The token columns of the sample at the place `wanted` of a step, without `own`; None where there are none, or
-    they are damaged."""
-    import numpy as np
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    rank = 0
-    while (path := tokens_file(stage, step, rank)).is_file():
-        rank += 1
-        try:
-            if path.stat().st_size > LARGEST:
-                continue
-            columns = load_file(path)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-            continue
-        if {name: str(column.dtype) for name, column in columns.items()} != COLUMNS:
-            continue
-        lengths = columns["response_length"].astype(np.int64)
-        places = np.flatnonzero(columns["own"] == wanted)
-        sizes = {columns[name].shape for name in COLUMNS if name not in ("own", "response_length")}
-        whole = len(lengths) == len(columns["own"]) and (lengths >= 0).all() and sizes == {(int(lengths.sum()),)}
-        if whole and len(places):
-            end = int(lengths[: places[0] + 1].sum())
-            span = slice(end - int(lengths[places[0]]), end)
-            return {name: columns[name][span] for name in COLUMNS if name not in ("own", "response_length")}
-    return None

@@ -1,4 +1,4 @@
-"""Samples as lines of styled words: one in full, two side by side, one token by token.
+"""Samples as lines of styled words: one in full, and two side by side.
 
 Invariants: pure; whatever a prompt or a response holds, nothing of it reaches a terminal as a command: control
 characters, and those that change the direction of text or hide it, are shown as visible signs.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import heapq
 import math
-import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from hpcrl.report.sample_records import Look, Record, Trained
 
@@ -141,32 +139,6 @@ def as_text(value: Any) -> str:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError):
         return repr(value)
-
-
-# ---- tokens
-
-
-def token_lines(columns: Mapping[str, np.ndarray], pieces: Sequence[str]) -> Iterator[Line]:
-    """One response token a line: text, trainer's and engine's log-prob, their difference, advantage.
-
-    Args:
-        columns: of `sample_records.read_tokens`.
-        pieces: the text of each token.
-    """
-    yield (Word(f"    {'token':24} {'trainer':>9} {'engine':>9} {'differ':>9} {'advantage':>9}", "bold"),)
-    for number, piece in enumerate(pieces):
-        trainer = float(columns["trainer"][number])
-        engine = float(columns["engine"][number])
-        differ = trainer - engine
-        text = textwrap.shorten(visible(repr(piece)[1:-1]), 24, placeholder="...") or "..."
-        numbers = " ".join(_cell(value) for value in (trainer, engine, differ, float(columns["advantage"][number])))
-        style = "red" if abs(differ) > LARGE else "dim" if not columns["mask"][number] else ""
-        yield (Word(f"    {text:24} {numbers}", style),)
-    yield ()
-
-
-def _cell(value: float) -> str:
-    return f"{'-':>9}" if math.isnan(value) else f"{value:9.4f}"
 
 
 # ---- two

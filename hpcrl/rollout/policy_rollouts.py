@@ -301,12 +301,12 @@ class PolicyRollouts:
             self.timeline.mark(SANDBOXES, **totals)
 
     async def _in_time(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
-        """The result of `work`, or DeadlineError, which names `what` was to come, a little before --rollout-timeout:
+        """The result of `work`, or DeadlineError, which names `what` was to come, a little before `rollout_timeout`:
         the trainer waits as long, and our error can say which engine is slow."""
         seconds = self.options.rollout_timeout
 
         def late() -> str:
-            return f"{what()} were not there within --rollout-timeout {seconds:g} s ({self.pool})"
+            return f"{what()} were not there within {seconds:g} s, which --timeout-factor scales ({self.pool})"
 
         return await within(seconds - min(1.0, 0.1 * seconds), work, late)
 

@@ -114,7 +114,7 @@ def final_error(earlier: list[str], last: str) -> str:
     if not earlier:
         return last
     times = f"{len(earlier)} time{'s' if len(earlier) > 1 else ''}"
-    return f"{earlier[0]}; it was started again {times} (--engine-restarts), and at last: {last}"
+    return f"{earlier[0]}; it was started again {times} (--attempts), and at last: {last}"
 
 
 def was_up(rundir: RunDir, index: int, incarnation: int) -> bool:

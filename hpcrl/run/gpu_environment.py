@@ -148,8 +148,8 @@ TABLE: tuple[Variable, ...] = (
         "OMP_NUM_THREADS",
         BOTH,
         lambda w: None if w.threads is None else str(w.threads),
-        "each of a host's processes would take all of its cores: --trainer-threads, a share of the cores where the "
-        "CPU does Adam's work or the engine computes on it",
+        "each of a host's processes would take all of its cores: 1, or a share of the cores where the CPU does Adam's "
+        "work or the engine computes on it",
     ),
 )
 

@@ -35,6 +35,11 @@ SAID = 500  #: characters of an error in a log that are told
 LISTEN = 0.2  #: seconds between two looks for another's error
 
 
+def launch_timeout() -> float:
+    """Seconds until every host must have answered: what the batch script has of the site's profile, or 120."""
+    return float(os.environ.get("HPCRL_LAUNCH_TIMEOUT", "120"))
+
+
 @dataclass(frozen=True)
 class RoleContext:
     """A role's place in one attempt of a run.

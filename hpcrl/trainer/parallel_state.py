@@ -88,7 +88,7 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
         torch.cuda.set_device(device)
         stay_beside(device)
     else:
-        torch.set_num_threads(options.trainer_threads)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     timeout = timedelta(minutes=options.distributed_timeout_minutes)
     refuse_foreign_pickles()
     store = None if store is None else dist.PrefixStore("groups", store)

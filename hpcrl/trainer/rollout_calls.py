@@ -81,7 +81,7 @@ class RolloutCalls:
     def fetch(self, rollout_id: int) -> Share | None:
         """This rank's samples, None if it fetches none; all ranks wait until each has its own.
 
-        StopAsked once rank 0 sees that the run is to stop, Late after --rollout-timeout.
+        StopAsked once rank 0 sees that the run is to stop, Late after `Options.rollout_timeout`.
         """
         end = Deadline(self._seconds)
         fetched, turn = None, SOON

@@ -7,27 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.cli.main import main
 from hpcrl.report.sample_records import (
-    COLUMNS,
     Trained,
     held_out_sets,
     read_looks,
-    read_tokens,
     steps_of,
-    tokens_file,
-    write_tokens,
     write_trained,
 )
 from hpcrl.report.sample_view import numbers, visible
 from tests.support.rundirs import make
 from tests.support.screens import run_on_terminal, screen
-from tests.support.tiny import make_tokenizer
 
 REPO = Path(__file__).parents[2]
 EVIL = (
@@ -167,8 +161,6 @@ def test_two_steps_or_runs_beside_each_other(run: Path, tmp_path: Path, capsys: 
         ("RUN --eval gsm8k --step 7", "samples of an evaluation gsm8k after 7 steps; there are 0, 8"),
         ("RUN --eval aime", "evaluation aime; there are gsm8k"),
         ("RUN -n 0", "-n 0 shows nothing"),
-        ("RUN --tokens", "step 7 has no token data"),
-        ("RUN --tokens --eval gsm8k", "--tokens has no effect with --eval"),
         ("RUN --worst --diff 0 7", "--worst has no effect with --diff"),
         ("RUN --diff 0 nosuchrun", "is no run nosuchrun"),
         ("EMPTY", "EMPTY has no samples"),
@@ -231,57 +223,6 @@ def test_visible_text_is_harmless_and_keeps_its_lines(text: str) -> None:
     assert all(c in "\n\u200c\u200d" or c.isprintable() or c.isspace() for c in found) and not set(
         "\x1b\r\x9b\u202e\x07"
     ) & set(found)
-
-
-# ---- tokens
-
-
-def columns(own: list[int], lengths: list[int]) -> dict[str, np.ndarray]:
-    total = sum(lengths)
-    numbers = np.arange(total)
-    found = {name: numbers.astype(kind) for name, kind in COLUMNS.items()}
-    return found | {
-        "own": np.array(own),
-        "response_length": np.array(lengths),
-        "mask": numbers % 2,
-        "engine": -numbers * 0.5,
-    }
-
-
-def test_tokens_are_shown_one_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_tokens(run, 7, 0, columns([4, 0], [2, 3]))
-    write_tokens(run, 7, 1, columns([1], [1]))
-    lines = said(capsys, str(run), "--tokens", "-n", "2").splitlines()
-    at = lines.index(f"    {'token':24} {'trainer':>9} {'engine':>9} {'differ':>9} {'advantage':>9}")
-    assert [line.split() for line in lines[at + 1 : at + 4]] == [
-        [str(n), f"{n:.4f}", f"{-n / 2:.4f}", f"{n * 1.5:.4f}", f"{n:.4f}"] for n in (2, 3, 4)
-    ], "the second of the file's samples; numbers where there is no tokenizer"
-
-
-def test_tokens_as_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens are shown as text where the tokenizer is available."""
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model/config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": 1}))
-    (run / "options.json").write_text(json.dumps({"hf_checkpoint": str(tmp_path / "model")}))
-    ids = tokenizer("a7+").input_ids[-3:]
-    write_tokens(run, 7, 0, columns([0], [3]) | {"tokens": np.array(ids)})
-    lines = said(capsys, str(run), "--tokens", "-n", "1").splitlines()
-    assert [line.split()[0] for line in lines[-4:-1]] == ["a", "7", "+"]
-
-
-@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=9), st.booleans())
-def test_damaged_token_files_are_none(
-    tmp_path_factory: pytest.TempPathFactory, at: int, junk: bytes, cut: bool
-) -> None:
-    root = tmp_path_factory.getbasetemp() / "tokens"
-    write_tokens(root, 0, 0, columns([2, 0], [2, 3]))
-    path = tokens_file(root, 0, 0)
-    data = path.read_bytes()
-    at %= len(data)
-    path.write_bytes(data[:at] if cut else data[:at] + junk + data[at + len(junk) :])
-    found = read_tokens(root, 0, 0)
-    assert found is None or (found["tokens"].shape == found["engine"].shape and found["mask"].dtype == np.uint8)
 
 
 def test_a_transcript_turn_by_turn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,6 @@ LORA: dict[str, Any] = {"lora_rank": 8}
         ({"weight_update": "delta"}, "--weight-update delta"),
         ({"target_modules": []}, "--target-modules names nothing"),
         ({"vllm": {"max_loras": 4}}, "--vllm-max-loras"),
-        ({"colocate": True, "rollout_num_gpus": None, "rollout_sleep_level": 2}, "--rollout-sleep-level 2"),
     ],
 )
 def test_what_does_not_go_with_adapters(fields: dict[str, Any], told: str) -> None:

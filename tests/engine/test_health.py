@@ -123,7 +123,7 @@ def test_server_answers_for_a_busy_core() -> None:
 def test_call_lasts_as_long_as_its_caller_waits(tmp_path: Path) -> None:
     """vLLM's core answers nothing during one, and its HTTP server answers all the same when the core hangs."""
     model = make_model(tmp_path / "model", tied=True)
-    engines = Engines(tmp_path / "run", model, module="tests.support.breakable", engine_hang_timeout=3)
+    engines = Engines(tmp_path / "run", model, module="tests.support.breakable", rollout_health_check_timeout=3)
     address = engines.address()
     request_json(address, "POST", "/collective_rpc", 60, {"method": "take_long", "args": ["6"]})
     assert len(generate(address, PROMPT, 4)["token_ids"]) == 4

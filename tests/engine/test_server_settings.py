@@ -329,7 +329,6 @@ def test_every_engine_has_a_seed_of_its_own(model: str) -> None:
 def test_threads_of_a_cpu_engine(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     assert cpu_threads(options(model), plan(options(model)), 0) == 4
-    assert cpu_threads(options(model, trainer_threads=7), plan(options(model)), 0) == 1
     assert cpu_threads(options(model, deterministic_mode=True), plan(options(model)), 0) == 1
 
 

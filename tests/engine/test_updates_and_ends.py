@@ -535,7 +535,7 @@ def test_engine_stopped_during_start(tmp_path: Path, model: Path) -> None:
 
 def test_engine_hanging_during_start(tmp_path: Path, model: Path) -> None:
     """An engine that hangs while it starts is not waited for."""
-    engines = Engines(tmp_path / "run", model, engine_hang_timeout=1)
+    engines = Engines(tmp_path / "run", model, rollout_health_check_timeout=1)
     deadline = time.monotonic() + 30
     while not (server := psutil.Process(engines.processes[0].pid).children()):
         assert time.monotonic() < deadline
@@ -545,6 +545,6 @@ def test_engine_hanging_during_start(tmp_path: Path, model: Path) -> None:
     assert code != 0
     assert (
         message
-        == f"engine 0 on 127.0.0.1 hangs: its process {server[0].pid} has been stopped for 1 s (--engine-hang-timeout)"
+        == f"engine 0 on 127.0.0.1 hangs: its process {server[0].pid} has been stopped for 1 s (--rollout-health-check-timeout)"
     )
     assert gone([server[0].pid], 5)

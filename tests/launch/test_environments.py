@@ -61,12 +61,11 @@ def test_engine_does_not_take_trainers_gpus() -> None:
 
 def test_gpus_that_are_bound_to_tasks() -> None:
     """srun --gpus-per-task=1: every task sees one GPU, under the number 0 or its own."""
-    ranks = {"rank_launcher": "ranks"}
-    assert [shown("trainer", index, "0", slot=index, **ranks) for index in (0, 1)] == ["0", "0"]
-    assert [shown("engine", index, str(2 + index), slot=2 + index, **ranks) for index in (0, 1)] == ["2", "3"]
-    assert shown("trainer", 1, "0,1,2,3", slot=1, **ranks) == "0,1", "tasks that see all of the host's"
+    assert [shown("trainer", index, "0", slot=index) for index in (0, 1)] == ["0", "0"]
+    assert [shown("engine", index, str(2 + index), slot=2 + index) for index in (0, 1)] == ["2", "3"]
+    assert shown("trainer", 1, "0,1,2,3", slot=1) == "0,1", "tasks that see all of the host's"
     with pytest.raises(UsageError, match="holds 1.*bound to this task, 2 are needed: slots 2-3.*--gpu-bind=none"):
-        shown("engine", 0, "0", slot=2, rollout_num_gpus_per_engine=2, **ranks)
+        shown("engine", 0, "0", slot=2, rollout_num_gpus_per_engine=2)
 
 
 def test_a_machine_without_gpus_is_told_of_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,9 +142,7 @@ def test_the_page_has_every_variable_of_the_table() -> None:
 def test_threads_of_a_rank_whose_adam_is_on_the_cpu() -> None:
     offload = {"megatron": {"optimizer_cpu_offload": True}}
     assert cpu_threads(options(), 64, 8) == 1
-    assert cpu_threads(options(trainer_threads=3), 64, 8) == 3
     assert cpu_threads(options(**offload), 64, 8) == 8
-    assert cpu_threads(options(**offload, trainer_threads=12), 64, 8) == 12
     assert cpu_threads(options(**offload), 4, 8) == 1
 
 

@@ -86,7 +86,7 @@ def test_hosts_that_do_not_answer_are_named(tmp_path: Path) -> None:
     write(rundir, "a")
     assert list(gather(rundir, ["a"], 1)) == ["a"]
     assert list(gather(rundir, ["a", "b"], 0, lacks=1)) == ["a"]
-    with pytest.raises(DeadlineError, match="from b, c within --launch-timeout 0 s"):
+    with pytest.raises(DeadlineError, match="from b, c within 0 s"):
         gather(rundir, ["a", "b", "c"], 0)
 
 
@@ -97,18 +97,8 @@ def test_roles_follow_the_hostfile() -> None:
     """Roles follow the hostfile and not the order of ranks."""
     reports = [machine("a.site", eth0="10.0.0.1/24"), machine("b", eth0="10.0.0.2/24")]
     crew = place_ranks(reports, [8, 8], [Host("10.0.0.2", 4), Host("a", 2)])
-    assert [(h.name, h.slots) for h in crew.hosts] == [("10.0.0.2", 4), ("a", 2)] and not crew.per_slot
-    assert [(h.rank, h.host, h.local) for h in crew.places] == [(0, "a", 0), (1, "10.0.0.2", 0)]
-
-
-def test_a_rank_for_each_slot() -> None:
-    reports = [machine(n, eth0="10.0.0.1/24") for n in "aabb"]
-    crew = place_ranks(reports, [0] * 4, None)
-    assert crew.per_slot and [(h.name, h.slots) for h in crew.hosts] == [("a", 2), ("b", 2)]
-    assert [(h.host, h.local) for h in crew.places] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert crew.first("b") == 2
-    crew = place_ranks(reports[:3], [0] * 3, [Host("a", 2), Host("b", 0)])
-    assert crew.per_slot and crew.hosts[1].slots == 0, "a host without slots has a rank too"
+    assert [(h.name, h.slots) for h in crew.hosts] == [("10.0.0.2", 4), ("a", 2)]
+    assert [(h.rank, h.host) for h in crew.places] == [(0, "a"), (1, "10.0.0.2")] and crew.first("10.0.0.2") == 1
 
 
 @pytest.mark.parametrize(
@@ -127,8 +117,7 @@ def test_a_rank_for_each_slot() -> None:
             [Host("a", 1), Host("10.0.0.1", 1), Host("b", 1)],
             "a and 10.0.0.1.*hostfile are the same",
         ),
-        ("aab", [8, 8, 8], None, "b runs one MPI"),
-        ("aabb", [0] * 4, [Host("a", 8), Host("b", 8)], "host a has 8 slots and 2 MPI ranks"),
+        ("baa", [8, 8, 8], None, "host a has 2 MPI ranks"),
         ("ab", [8, 0], None, "b shows no GPU"),
     ],
 )
@@ -141,16 +130,15 @@ def test_ranks_that_do_not_fit_the_hostfile(
 
 
 def test_each_launcher_gets_its_own_words() -> None:
-    hosts = (Host("a", 2), Host("b", 2))
-    ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, False, "ssh", ["p"])
+    ours = mpi_command(["mpirun"], "openmpi", Path("H"), 2, "ssh", ["p"])
     assert ours == "mpirun --hostfile H -np 2 --map-by ppr:1:node --bind-to none p".split()
-    ours = mpi_command(["mpirun"], "openmpi", Path("H"), hosts, True, "ssh -p 2", ["p"])
+    ours = mpi_command(["mpirun"], "openmpi", Path("H"), 4, "ssh -p 2", ["p"])
     assert ours == [
-        *"mpirun --hostfile H -np 4 --map-by slot --bind-to none --mca plm_rsh_agent".split(),
+        *"mpirun --hostfile H -np 4 --map-by ppr:1:node --bind-to none --mca plm_rsh_agent".split(),
         "ssh -p 2",
         "p",
     ]
-    ours = mpi_command(["mpiexec"], "mpich", Path("H"), hosts, False, "/x/ssh -p 2", ["p"])
+    ours = mpi_command(["mpiexec"], "mpich", Path("H"), 2, "/x/ssh -p 2", ["p"])
     assert ours == "mpiexec -machinefile H -n 2 -bind-to none -launcher ssh -launcher-exec /x/ssh p".split()
 
 
@@ -195,22 +183,19 @@ esac
 
 def test_every_process_of_a_plan_is_started_once(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    for launcher in ("torchrun", "ranks"):
-        o = Options(
-            actor_num_nodes=2,
-            actor_num_gpus_per_node=2,
-            rollout_num_gpus=4,
-            rollout_num_gpus_per_engine=2,
-            rank_launcher=launcher,
-        )
-        plan = make_plan(o, [Host(n, 4) for n in "ab"], "r")
-        by_host = [(role, i) for host in plan.hosts for role, i, _ in commands(o, plan, rundir, host)]
-        ranks = [("trainer", i) for i in ((0, 2) if launcher == "torchrun" else range(4))]
-        assert sorted(by_host) == sorted([("engine", 0), ("engine", 1), ("rollout", 0), *ranks])
-        by_slot = [
-            (role, i) for host in plan.hosts for s in range(4) for role, i, _ in commands(o, plan, rundir, host, s)
-        ]
-        assert sorted(by_slot) == sorted(by_host)
+    o = Options(actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    plan = make_plan(o, [Host(n, 4) for n in "ab"], "r")
+    others = [("engine", 0), ("engine", 1), ("rollout", 0)]
+    by_host = [(role, i) for host in plan.hosts for role, i, _ in commands(o, plan, rundir, host)]
+    assert sorted(by_host) == sorted([*others, ("trainer", 0), ("trainer", 2)]), "a torchrun on each host"
+    by_slot = [(role, i) for host in plan.hosts for s in range(4) for role, i, _ in commands(o, plan, rundir, host, s)]
+    assert sorted(by_slot) == sorted([*others, *(("trainer", rank) for rank in range(4))])
+    alone = o.model_copy(update={"actor_num_nodes": 1, "actor_num_gpus_per_node": 1})
+    plan = make_plan(alone, [Host(n, 4) for n in "ab"], "r")
+    words = [
+        words for host in plan.hosts for role, _, words in commands(alone, plan, rundir, host) if role == "trainer"
+    ]
+    assert len(words) == 1 and "hpcrl.trainer.start.single_rank" in words[0], "one rank needs no agent"
 
 
 # ---- files that MPI carries

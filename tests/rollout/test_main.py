@@ -76,8 +76,8 @@ class Attempt:
             "custom_rm_path": "tests.rollout.test_main.reward",
             "deterministic_mode": True,
             "engine_start_timeout": 5,
-            "engine_restarts": 0,
-            "rollout_timeout": 30,
+            "attempts": 1,
+            "timeout_factor": 30 / 3600,
             "eval_prompt_data": ["held", str(model / "held.jsonl")],
             "eval_interval": 1,
         }
@@ -406,8 +406,12 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
         (hang, {"request_timeout": 1}, ["engine-0 on 127.0.0.1", "--request-timeout 1 s"]),
         (
             hang,
-            {"rollout_timeout": 1},
-            ["6 of 6 groups of rollout 4", "--rollout-timeout 1 s", "engine-0 on 127.0.0.1: 24 requests in flight"],
+            {"timeout_factor": 1 / 3600},
+            [
+                "6 of 6 groups of rollout 4",
+                "within 1 s, which --timeout-factor scales",
+                "engine-0 on 127.0.0.1: 24 requests in flight",
+            ],
         ),
         (wrong_token, {}, ["engine-0 on 127.0.0.1", "token id 999"]),
         (old_weights, {}, ["policy versions 3 to 3", "the trainer is at 4"]),

@@ -66,7 +66,7 @@ def test_last_end_is_the_error(rundir: RunDir) -> None:
         assert record_end(rundir, 0, "a", incarnation, 2, True, why)
     assert rundir.failure() is None
     assert not record_end(rundir, 0, "a", 2, 2, True, "killed")
-    wanted = "out of memory; it was started again 2 times (--engine-restarts), and at last: killed"
+    wanted = "out of memory; it was started again 2 times (--attempts), and at last: killed"
     assert rundir.failure().message == wanted
     assert final_error([], "killed") == "killed"
 

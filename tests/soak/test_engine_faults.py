@@ -128,7 +128,7 @@ def test_engines_end_at_random_moments(cluster: Cluster, tmp_path: Path, task: P
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 2,
     }
-    values |= {"engine_restarts": 2 * FAULTS, "engine_hang_timeout": 8, "rollout_timeout": 600, "update_timeout": 30}
+    values |= {"attempts": 2 * FAULTS + 1, "rollout_health_check_timeout": 8, "update_timeout": 30}
     settings = ("engine.gpus_per_node=1", "requeue=false")
     more = NEVER_WAITS if seed % 2 else {}
     job = submit(cluster, recipe(tmp_path, task, **(POLICY | values | more)), tmp_path / "run", settings=settings)

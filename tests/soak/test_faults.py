@@ -45,15 +45,12 @@ ENGINES: dict[str, Any] = POLICY | {
     "num_rollout": 24,
     "save_interval": 1,  # as above
     "hang_timeout": HANG,
-    "engine_hang_timeout": 8,
-    "engine_restarts": 100,
-    "rollout_timeout": 600,
+    "rollout_health_check_timeout": 8,
 }
 #: one rank, and two, which torchrun starts or hpcrl
 SHAPES: dict[str, Mapping[str, Any]] = {
-    "one": SHAPE | {"rank_launcher": "ranks"},
-    "two": SHAPE | {"actor_num_gpus_per_node": 2, "rank_launcher": "ranks"},
-    "torchrun": SHAPE | {"actor_num_gpus_per_node": 2, "rank_launcher": "torchrun"},
+    "one": SHAPE,
+    "two": SHAPE | {"actor_num_gpus_per_node": 2},
 }
 
 

@@ -31,7 +31,6 @@ VALUES = POLICY | {
     "rollout_max_response_len": 40,
     "max_staleness": 4,
     "save_interval": 1,
-    "engine_restarts": 3,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tests.support.prompt_walk
-from tests.support.runs import NO_AGENT, POLICY, REPO, Run, make_task, recipe
+from tests.support.runs import POLICY, REPO, Run, make_task, recipe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
@@ -25,7 +25,7 @@ def test_a_prompts_way_is_short(tmp_path: Path) -> None:
     root = tmp_path / "run"
     task = make_task(tmp_path / "task")
     path = f"{Path(tests.support.prompt_walk.__path__[0])}:{REPO}"
-    made = recipe(tmp_path, task, **(POLICY | NO_AGENT | SMALL | {"run_dir": str(root)}))
+    made = recipe(tmp_path, task, **(POLICY | SMALL | {"run_dir": str(root)}))
     run = Run(made, root=root, HPCRL_WALK=str(walks), PYTHONPATH=path)
     status, out = run.end(500)
     assert status == 0, out + run.logs()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED
-from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe
+from tests.support.runs import POLICY, Run, all_gone, metrics, recipe
 from tests.support.tiny import make_model
 
 pytestmark = [
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "custom_rm_path": f"{HERE}.reward",
         "run_dir": str(path / "run"),
     }
-    begun = Run(recipe(path, path, **(POLICY | NO_AGENT | own)), root=path / "run")
+    begun = Run(recipe(path, path, **(POLICY | own)), root=path / "run")
     status, out = begun.end(560)
     assert status == 0, out + begun.logs()
     assert all_gone(path / "run", [])

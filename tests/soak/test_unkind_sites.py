@@ -43,7 +43,7 @@ def test_step_longer_than_the_time_limit(
     """The run is ended, and queued again, before Slurm would end it for good; after as many starts as are allowed it
     stays down."""
     values, words = LONGER[part]
-    path = policy(tmp_path, task, held_out=False, rollout_timeout=900, **values)
+    path = policy(tmp_path, task, held_out=False, **values)
     cpu = ("trainer.partition=cpu", "engine.partition=cpu")
     job = submit(bare, path, tmp_path / "run", *cpu, "time=30", "signal_margin=60", "max_requeues=1")
     for attempt in range(2):

@@ -57,7 +57,7 @@ class Engines:
             "bf16": False,
             "engine_start_timeout": 240,
             "update_timeout": 60,
-            "engine_restarts": 0,
+            "attempts": 1,
             "deterministic_mode": True,
             "vllm": {"enable_prefix_caching": True},  # off there by itself, but to be seen not to outlive an update
         }

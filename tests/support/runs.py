@@ -31,7 +31,7 @@ POLICY = {
     "advantage_estimator": "grpo",
     "check_weight_update_equal": True,
     "engine_start_timeout": 300,
-    "rollout_timeout": 120,
+    "timeout_factor": 0.05,
     "update_timeout": 60,
 }
 #: supervised fine-tuning: no engine, so seconds from start to end
@@ -41,12 +41,10 @@ SFT = {
     "loss_type": "sft_loss",
     "rollout_num_gpus": 0,
     "label_key": "label",
-    "rollout_timeout": 60,
+    "timeout_factor": 0.02,
 }
 #: trainers on two hosts; the engine, where there is one, is on a third
 SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
-#: trainer ranks without torchrun's agent, which takes seconds to import torch before any rank begins
-NO_AGENT = {"rank_launcher": "ranks"}
 COMMON = {
     "input_key": "prompt",
     "apply_chat_template": True,

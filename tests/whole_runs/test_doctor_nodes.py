@@ -71,7 +71,7 @@ def test_unseen_directory_and_wrong_network(cluster: Cluster, tmp_path: Path, ta
     runs.mkdir()
     cluster.run(["mount", "-t", "tmpfs", "tmpfs", runs], "node2")
     try:
-        done = doctor(cluster, tmp_path, task, "--interface", "ib0", "--launch-timeout", "2")
+        done = doctor(cluster, tmp_path, task, "--interface", "ib0", "--set", "launch_timeout=2")
     finally:
         cluster.run(["umount", runs], "node2")
     assert done.returncode == 1, done.stdout

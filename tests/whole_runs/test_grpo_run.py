@@ -40,7 +40,7 @@ from hpcrl.report.timeline.spans import (
 from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.mtp_models import make_mimo
-from tests.support.runs import KEPT, NO_AGENT, POLICY, REPO, Run, all_gone, metrics, recipe, role_pid, rows, samples
+from tests.support.runs import KEPT, POLICY, REPO, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -58,7 +58,7 @@ def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
     held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 2, "eval_label_key": "label"}
-    return Run(recipe(path, task, **(POLICY | NO_AGENT | held | {"run_dir": str(root)} | values)), root=root)
+    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,8 @@ def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     more = KL | {
         "ref_load": str(task / "model"),
         "save_debug_rollout_data": "{run}/data/{rollout_id}",
-        "save_token_data": 2,
     }
-    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, rank_launcher="torchrun", **more)
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, **more)
     key = run.root / "keys" / "http.key"
     run.until(key.exists)
     shutil.copy(key, run.root.parent)  # it ends with the run
@@ -266,7 +265,7 @@ def hours_of(root: Path) -> NodeHours:
 def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Path) -> None:
     """Its only one is killed, and the next one's core is stopped for ever as it joins: each time another takes the
     weights and answers."""
-    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "engine_hang_timeout": 5}
+    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "rollout_health_check_timeout": 5}
     run = start(tmp_path, task, **KL | values)
 
     def the_engine() -> EngineView:
@@ -370,18 +369,17 @@ def test_sampling_alone_trains_nothing(tmp_path: Path, task: Path, uncut: Path) 
 
 def test_samples_with_the_trainers_numbers(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Samples are shown with what the trainer computed for them."""
-    assert main(["samples", str(uncut), "--best", "-n", "1", "--tokens"]) == 0
+    assert main(["samples", str(uncut), "--best", "-n", "1"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"step 4, group \d+, sample \d  reward [\d.]+  \w+, \d+ \+ \d+ tokens  advantage \+", text), text
     assert re.search(r"log-prob a token: trainer (-[\d.]+), engine (-[\d.]+); they differ by \d", text), text
-    assert re.search(r"^    token +trainer +engine +differ +advantage$", text, re.MULTILINE), text
     assert main(["samples", str(uncut), "--diff", "0", "0"]) == 0
     assert "same prompts in step 0 and step 0" in capsys.readouterr().out
 
 
 def test_dead_engine_without_restarts(tmp_path: Path, task: Path) -> None:
     """Without restarts a dead engine is named, and everything ends."""
-    run = start(tmp_path, task, num_rollout=100000, save_interval=None, engine_restarts=0)
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None, attempts=1)
     run.until(lambda: run.steps() >= 1)
     pids = run.pids()
     os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
@@ -453,7 +451,7 @@ def test_a_run_that_trains_what_drafts(tmp_path: Path, task: Path) -> None:
         "mtp_num_layers": 1,
         "enable_mtp_training": True,
     }
-    path = recipe(tmp_path, task, **(POLICY | NO_AGENT | more | {"run_dir": str(tmp_path / "run")}))
+    path = recipe(tmp_path, task, **(POLICY | more | {"run_dir": str(tmp_path / "run")}))
     path.write_text(path.read_text() + f"[vllm]\nspeculative_config = {drafts}\n")
     run = Run(path, "--hf-checkpoint", make_mimo(tmp_path / "model"), root=tmp_path / "run")
     status, out = run.end()

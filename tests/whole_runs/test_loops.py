@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ledger_account import account
-from tests.support.runs import NO_AGENT, POLICY, Run, metrics, recipe, rows, samples
+from tests.support.runs import POLICY, Run, metrics, recipe, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -18,7 +18,7 @@ def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
     held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 3, "eval_label_key": "label"}
-    return Run(recipe(path, task, **(POLICY | NO_AGENT | held | {"run_dir": str(root)} | values)), root=root)
+    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.batch import FakeSlurmQueue, Submitted
-from tests.support.runs import NO_AGENT, REPO, SFT, metrics, recipe
+from tests.support.runs import REPO, SFT, metrics, recipe
 from tests.support.slurm import ENV
 
 #: as the page has it
@@ -21,7 +21,7 @@ LINES = re.compile(r"^    (for .*; done)\n    (hpcrl report .*?)(?:  +#.*)?$", r
 def test_a_loop_and_its_comparison(queue: FakeSlurmQueue, tmp_path: Path, task: Path) -> None:
     """Each run is a job of its own, with the learning rate that it was given; the report compares them."""
     loop, compare = LINES.search((REPO / "docs/slurm.md").read_text()).groups()
-    recipe(tmp_path, task, **SFT | NO_AGENT | {"num_rollout": 2})
+    recipe(tmp_path, task, **SFT | {"num_rollout": 2})
     to_hpcrl = f"cd {tmp_path}; PATH={Path(sys.executable).parent}:$PATH; "
     said = queue.cluster.run(["bash", "-c", to_hpcrl + loop], env=ENV).stdout
     roots = sorted((tmp_path / "runs").iterdir())

@@ -25,7 +25,7 @@ from tests.support.faults.campaign import Campaign
 from tests.support.faults.checks import Reference
 from tests.support.faults.kinds import HANG, local_kinds
 from tests.support.faults.local import LocalBed
-from tests.support.runs import NO_AGENT, SFT, Run, all_gone, events, metrics, recipe, samples, series
+from tests.support.runs import SFT, Run, all_gone, events, metrics, recipe, samples, series
 
 pytestmark = pytest.mark.process
 
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.process
 def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
-    return Run(recipe(path, task, **(SFT | NO_AGENT | {"run_dir": str(root)} | values)), root=root)
+    return Run(recipe(path, task, **(SFT | {"run_dir": str(root)} | values)), root=root)
 
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     """A run on two data-parallel ranks that nobody disturbed."""
-    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2, rank_launcher="torchrun")
+    run = start(tmp_path_factory.mktemp("uncut"), task, actor_num_gpus_per_node=2)
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert list(metrics(run.root)) == list(range(6))
@@ -219,13 +219,12 @@ def test_one_process_per_run_directory(tmp_path: Path, task: Path) -> None:
         ("{not json", ["train.jsonl", "3"]),
         ('{"prompt": "2+2="}', ["train.jsonl", "3", "label"]),
         ('{"label": "4"}', ["train.jsonl", "3", "prompt"]),
-        ('{"prompt": "' + "1" * 3000 + '", "label": "4"}', ["train.jsonl", "3", "long"]),
     ],
 )
 def test_a_bad_prompt_line_is_named(tmp_path: Path, task: Path, line: str, words: list[str]) -> None:
     good = (task / "train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good[:2], line, *good[3:]]) + "\n")
-    run = start(tmp_path, task, prompt_data=str(tmp_path / "train.jsonl"), overlong_prompts="error")
+    run = start(tmp_path, task, prompt_data=str(tmp_path / "train.jsonl"))
     status, out = run.end(60)
     assert status not in (0, 143)
     error = next(text for text in out.splitlines() if text.startswith("hpcrl: error: "))
@@ -258,7 +257,7 @@ def test_full_disk(tmp_path: Path, task: Path, uncut: Path) -> None:
 
 def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) -> None:
     values = {"actor_num_gpus_per_node": 2, "num_rollout": 100000, "save_interval": None}
-    run = start(tmp_path, task, rank_launcher="torchrun", **values)
+    run = start(tmp_path, task, **values)
     run.until(lambda: run.steps() >= 1)
     found = [
         c.laddr.ip.removeprefix("::ffff:")

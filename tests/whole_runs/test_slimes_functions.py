@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe
+from tests.support.runs import POLICY, Run, all_gone, metrics, recipe
 
 pytestmark = pytest.mark.vllm
 HERE = "tests.support.own_slimes"
@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
         "reward_key": "score",
         "run_dir": str(path / "run"),
     }
-    begun = Run(recipe(path, task, **(POLICY | NO_AGENT | own)), root=path / "run")
+    begun = Run(recipe(path, task, **(POLICY | own)), root=path / "run")
     status, out = begun.end()
     assert status == 0, out + begun.logs()
     assert all_gone(path / "run", [])

@@ -61,13 +61,13 @@ def test_open_mpi_over_three_hosts(under_openmpi: Path) -> None:
 
 
 def test_mpich_gives_the_same_losses(cluster: Cluster, under_openmpi: Path, tmp_path: Path, task: Path) -> None:
-    """MPICH with a rank for each slot gives the same losses."""
+    """MPICH gives the same losses."""
     hosts = cluster.hostfile("mpich", ["node2", "node1", "node3"], path=tmp_path / "hosts")
     launch(
         cluster,
         "mpich",
         hosts,
-        policy(tmp_path, task, tensor_model_parallel_size=2, rank_launcher="ranks"),
+        policy(tmp_path, task, tensor_model_parallel_size=2),
         "--run-dir",
         tmp_path / "run",
     )
@@ -79,7 +79,7 @@ def test_started_by_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None
     ours = tmp_path / "slime.txt"
     ours.write_text("".join(f"{cluster.layout.address(n)} slot=1\n" for n in ("node3", "node1")))
     theirs = cluster.hostfile("openmpi", ["node1", "node3"], path=tmp_path / "hosts")
-    path = sft(tmp_path, task, num_rollout=4, rank_launcher="ranks")
+    path = sft(tmp_path, task, num_rollout=4)
     command = [
         "mpirun.openmpi",
         "-x",

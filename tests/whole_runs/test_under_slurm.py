@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import KEPT, NO_AGENT, Run, metrics, policy, rows, sft
+from tests.support.runs import KEPT, Run, metrics, policy, rows, sft
 from tests.support.slurm import ENV, HURRY, MEMORY, Job, hpcrl, submit
 from tests.support.status_watch import StatusWatch
 
@@ -135,8 +135,8 @@ def test_status_of_a_finished_job(cluster: Cluster, het: Job) -> None:
 
 def test_script_given_to_sbatch(cluster: Cluster, het: Job, tmp_path: Path, task: Path) -> None:
     """A homogeneous script given to sbatch directly gives the same losses."""
-    path = policy(tmp_path, task, tensor_model_parallel_size=2, rank_launcher="ranks")
-    settings = ["--layout", "homogeneous", "--set", "trainer.mem=8G", "engine.mem=8G"]
+    path = policy(tmp_path, task, tensor_model_parallel_size=2)
+    settings = ["--layout", "homogeneous", "--set", "trainer.mem=8G", "engine.mem=8G", "rank_launcher=ranks"]
     printed = hpcrl(cluster, "submit", path, "--print", *settings).stdout
     script = tmp_path / "job.sbatch"
     script.write_text(printed)
@@ -157,7 +157,7 @@ def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, ta
     queued again meanwhile: so there may be one attempt more than starts of the job.
     """
     steps = {"num_rollout": 48, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
-    steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False} | NO_AGENT | KEPT
+    steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False} | KEPT
     values = steps | {"custom_rm_path": "tests.support.runs.odd_tokens"}
     (tmp_path / "uncut").mkdir()
     uncut = Run(
@@ -393,7 +393,7 @@ def test_unshared_run_directory(cluster: Cluster, tmp_path: Path, task: Path) ->
     it."""
     path = sft(tmp_path, task)
     printed = hpcrl(
-        cluster, "submit", path, "--print", "--launch-timeout", "8", "--set", "trainer.mem=8G", "engine.mem=8G"
+        cluster, "submit", path, "--print", "--set", "trainer.mem=8G", "engine.mem=8G", "launch_timeout=8"
     ).stdout
     script = tmp_path / "job.sbatch"
     script.write_text(

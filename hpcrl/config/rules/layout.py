@@ -124,23 +124,6 @@ def check_sharing(o: Options) -> None:
             "memory up",
             "leave out --nccl-ub, or give --no-offload-train",
         )
-    if o.sleep_level == 2 and o.vllm.get("enable_expert_parallel"):
-        raise UsageError(
-            "--rollout-sleep-level 2 with --vllm-enable-expert-parallel: vLLM's map of the experts would go with the "
-            "weights, and no update brings it",
-            "leave one of them out",
-        )
-    if o.sleep_level == 2 and o.lora_rank and o.lora_serve != "merged":
-        raise UsageError(
-            "--rollout-sleep-level 2: engines that get an adapter alone would wake without the weights under it",
-            "leave it out, or give --lora-serve merged",
-        )
-    if o.sleep_level == 2 and o.drafts_with_weights:
-        raise UsageError(
-            "--rollout-sleep-level 2 with --vllm-speculative-config: engines that draft with weights keep all of them "
-            "in host memory, which is level 1",
-            "leave one of them out",
-        )
 
 
 def check_batches(o: Options) -> None:
@@ -183,9 +166,7 @@ def inert_in_sharing(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sharing that do nothing in this combination, and why."""
     if not o.takes_turns:
         why = "there is no engine on a trainer's GPUs" if o.colocate else "--colocate is not given"
-        yield "offload_train offload_rollout rollout_sleep_level", why
-    elif not o.sleep_level:
-        yield "rollout_sleep_level", "--no-offload-rollout keeps the engines in memory"
+        yield "offload_train offload_rollout", why
 
 
 def inert_in_external(o: Options) -> Iterator[tuple[str, str]]:
@@ -202,8 +183,6 @@ def inert_in_layout(o: Options) -> Iterator[tuple[str, str]]:
         yield "max_tokens_per_gpu", "--use-dynamic-batch-size is not given"
     if o.load is None:
         yield "ckpt_step", "--load is not given"
-    if not o.engine_gpus or o.rollout_num_gpus_per_engine == 1:
-        yield "allow_shared_nodes", "no engine of this run has more than one worker"
     if o.data_parallel_size == 1:
         yield "balance_data", "there is one data-parallel rank"
     if o.tensor_model_parallel_size == 1:

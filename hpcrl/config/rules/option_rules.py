@@ -29,7 +29,6 @@ _RULES = (
     run.check_needed,
     run.check_saving,
     run.check_attempts,
-    run.check_compile_cache,
     data.check_prompts,
     sampling.check_sampling,
     sampling.check_filling,

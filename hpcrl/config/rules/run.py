@@ -64,14 +64,6 @@ def check_run_dir(template: str, name: str = "") -> None:
         raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may be in braces")
 
 
-def check_compile_cache(o: Options) -> None:
-    """Raise UsageError for a directory of compiled code that would be another one for each process."""
-    if (given := o.compile_cache) is not None and given != "none" and not given.startswith("/"):
-        raise UsageError(
-            f"--compile-cache {given} is no absolute path", "name a directory that all nodes see, or write none"
-        )
-
-
 def check_loop(o: Options) -> None:
     """Raise UsageError for the first thing that --loop does not go with."""
     if not o.runs_ahead:
@@ -225,8 +217,6 @@ def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
     yield from _inert_in_weights(o)
     if not o.eval_config and not any(paths_of(o, name) for name in POINTS):
         yield "live_code code_path", "no function of your own is given"
-    if o.debug_rollout_only:
-        yield "save_token_data", "--debug-rollout-only trains nothing"
     if o.num_rollout is not None:
         yield "num_epoch", "--num-rollout is given"
     if o.only_evaluates:
@@ -239,8 +229,6 @@ def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
 
 def _inert_in_loop(o: Options) -> Iterator[tuple[str, str]]:
     """Options without effect in this loop, several in one string -> why."""
-    if o.takes_turns:
-        yield "engine_restarts", "with --colocate the end of an engine ends the run"
     if o.learns_labels:
         yield (
             "loop update_weights_interval max_staleness",

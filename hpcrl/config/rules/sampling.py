@@ -29,7 +29,7 @@ _NO_ENGINE = "the prompt file is learned, and without --eval-interval no engine 
 #: what is said to engines, and to what grades their answers
 _OF_ENGINES = (
     "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
-    "engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
+    "rollout_health_check_timeout update_timeout request_timeout rollout_server_concurrency "
     "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_stop "
     "rollout_stop_token_ids rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key "
     "reward_cpu_limit reward_timeout reward_max_failed update_weight_buffer_size "
@@ -151,11 +151,6 @@ def inert_in_sampling(o: Options) -> Iterator[tuple[str, str]]:
         yield _OF_ENGINES, _NO_ENGINE
         if o.rollout_num_gpus:  # 0 may well be said
             yield "rollout_num_gpus", _NO_ENGINE
-    if o.custom_generate_function_path is None:
-        yield (
-            "custom_generate_timeout custom_generate_max_failed",
-            "--custom-generate-function-path is not given",
-        )
     if not any(paths_of(o, name) for name in POINTS):
         yield "custom custom_config_path", "there is no custom function that could read them"
     yield from _inert_in_filling(o)

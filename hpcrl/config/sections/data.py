@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from hpcrl.config.sections import Base, opt
 
@@ -31,11 +31,6 @@ class DataOptions(Base):
     apply_chat_template: bool = opt(False, "render the prompt with the tokenizer's chat template", "slime")
     apply_chat_template_kwargs: dict[str, Any] = opt(
         {}, "what the chat template is given besides the messages, such as enable_thinking", "slime"
-    )
-    overlong_prompts: Literal["drop", "error"] = opt(
-        "drop",
-        "a prompt over --rollout-max-prompt-len or the model's context is dropped and counted, or an error that names "
-        "it",
     )
     rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
     rollout_seed: int = opt(42, "seed of the shuffle and of every sample", "slime")
@@ -68,7 +63,11 @@ class RewardOptions(Base):
     )
     reward_timeout: float = opt(120.0, "seconds of wall-clock time that one grading may take", gt=0)
     reward_max_failed: float = opt(
-        0.1, "stop the run when more than this share of a rollout's gradings fails; they train nothing", ge=0, le=1
+        0.1,
+        "stop the run when more than this share of a rollout's gradings, or calls of --custom-generate-function-path, "
+        "fails; they train nothing",
+        ge=0,
+        le=1,
     )
 
 

@@ -4,8 +4,6 @@ checkpoints.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from hpcrl.config.sections import Base, opt
 
 
@@ -89,29 +87,8 @@ class ClusterOptions(Base):
         "the engines sleep, without weights and KV cache, while the trainer trains; default: with --colocate",
         "slime",
     )
-    rollout_sleep_level: Literal[1, 2] | None = opt(
-        None,
-        "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them; "
-        "default: 2, with --vllm-enable-expert-parallel, or drafts of a model (--vllm-speculative-config), 1",
-    )
-    rank_launcher: Literal["torchrun", "ranks"] = opt(
-        "torchrun",
-        "torchrun: one task a host, which starts torchrun; ranks: srun or mpirun starts one task for each slot",
-    )
     interface: str | None = opt(
         None, "network interface that hosts talk through, such as ib0; default: the only one they share"
-    )
-    allow_shared_nodes: bool = opt(
-        False,
-        "let an engine lie on several nodes of a job that other users may share (docs/security.md); without it that is "
-        "an error",
-    )
-    launch_timeout: float = opt(120.0, "seconds until every host must have answered", gt=0)
-    trainer_threads: int = opt(
-        1,
-        "CPU threads of one trainer rank (OMP_NUM_THREADS); --optimizer-cpu-offload takes its share of the cores if "
-        "that is more",
-        ge=1,
     )
     train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")
 

@@ -45,7 +45,8 @@ class RunOptions(Base):
     attempts: int = opt(
         4,
         "how often in a row a stage may begin on the hosts of its job without a new checkpoint: after a failure the "
-        "next attempt begins there at once, and engines that are well continue; 1: the first failure ends the job",
+        "next attempt begins there at once, and healthy engines continue; within an attempt an engine that dies or "
+        "hangs may be started again as often, less one; 1: the first failure ends the job",
         ge=1,
     )
     spares: int = opt(
@@ -54,27 +55,22 @@ class RunOptions(Base):
         "lost, or whose hardware breaks, within the job",
         ge=0,
     )
-    engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
-    engine_restarts: int = opt(
-        2,
-        "how often in an attempt an engine that has died or hangs is started again before that ends with its error; "
-        "0: never",
-        ge=0,
+    timeout_factor: float = opt(
+        1.0,
+        "multiplies the time limits of a step's samples (3600 s) and of a call of --custom-generate-function-path (300 "
+        "s, without the engines' time), and those of the next three options where they are not given",
+        gt=0,
     )
-    engine_hang_timeout: float = opt(
+    engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
+    update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
+    request_timeout: float = opt(1800.0, "seconds one generation request may take", gt=0)
+    rollout_health_check_timeout: float = opt(
         60.0,
         "seconds that an engine may go without a sign of life before it counts as dead; in a weight update or turn: "
         "--update-timeout",
+        "slime",
         gt=0,
     )
-    compile_cache: str | None = opt(
-        None,
-        "directory of archives of compiled code, which all nodes see and runs share: an absolute path; default: "
-        ".hpcrl-compiled-UID next to the run directory; none: nothing is kept",
-    )
-    rollout_timeout: float = opt(3600.0, "seconds the samples of one step may take", gt=0)
-    update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
-    request_timeout: float = opt(1800.0, "seconds one generation request may take", gt=0)
     hang_timeout: float = opt(
         60.0,
         "seconds without a sign of life until a process of the run counts as hung, and is named (at least 15)",
@@ -90,9 +86,6 @@ class RunOptions(Base):
 class InspectOptions(Base):
     """looking and replaying (docs/looking.md)"""
 
-    save_token_data: int | None = opt(
-        None, "every N rollouts keep log-probs and advantage of each token, for hpcrl samples --tokens", ge=1
-    )
     save_debug_rollout_data: str | None = opt(
         None,
         "file for the samples of each rollout, to train from again; {rollout_id} is replaced by its number",

@@ -17,9 +17,7 @@ class RolloutOptions(Base):
         1, "responses to each prompt; grpo compares them, and needs 2 at least", "slime", ge=1
     )
     rollout_max_response_len: int = opt(1024, "tokens of a response at most", "slime", ge=1)
-    rollout_max_prompt_len: int | None = opt(
-        None, "longer prompts are dropped, or an error: --overlong-prompts", "slime", ge=1
-    )
+    rollout_max_prompt_len: int | None = opt(None, "longer prompts are dropped and counted", "slime", ge=1)
     rollout_max_context_len: int | None = opt(
         None, "prompt and response together at most; sets the engine's context", "slime", ge=2
     )
@@ -88,17 +86,6 @@ class AgentOptions(Base):
         "module.function that makes a response: async (args, sample, sampling_params) -> sample, list of samples, or "
         "None",
         "slime",
-    )
-    custom_generate_timeout: float = opt(
-        300.0,
-        "seconds of wall-clock time that one call may take outside of the engines: tools, environments, other servers",
-        gt=0,
-    )
-    custom_generate_max_failed: float = opt(
-        0.1,
-        "stop the run when more than this share of a rollout's calls fails; below it they earn 0 and train nothing",
-        ge=0,
-        le=1,
     )
 
 

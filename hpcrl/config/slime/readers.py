@@ -239,7 +239,7 @@ def fault_tolerance(flag: str, given: Given) -> FlagReading:
             "its last checkpoint"
         )
         return FlagReading("needless", (), why)
-    return FlagReading("needless", (), "an engine that dies or hangs is started again, up to --engine-restarts times")
+    return FlagReading("needless", (), "an engine that dies or hangs is started again, up to --attempts - 1 times")
 
 
 def train_only(flag: str, given: Given) -> FlagReading:

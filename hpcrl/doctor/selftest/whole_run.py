@@ -38,7 +38,6 @@ COMMON: dict[str, Any] = {
     "use_dynamic_batch_size": True,
     "max_tokens_per_gpu": 512,
     "rollout_batch_size": 8,
-    "launch_timeout": 180,
 }
 
 
@@ -53,8 +52,6 @@ def write_recipe(directory: Path, name: str, gpus: int, **values: Any) -> Path:
         "prompt_data": str(directory / "prompts.jsonl"),
         "bf16": gpus > 0,
     }
-    if not gpus:
-        places["rank_launcher"] = "ranks"  # one rank needs no agent, which on a CPU takes as long to start as the rank
     path = directory / f"{name}.toml"
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in {**COMMON, **places, **values}.items()))
     return path
@@ -126,7 +123,6 @@ def recipe_with_engines(directory: Path, name: str, gpus: int, **values: Any) ->
         "rm_type": "random",
         "advantage_estimator": "grpo",
         "check_weight_update_equal": True,
-        "rollout_timeout": LONG,
         "engine_start_timeout": LONG,
     }
     return write_recipe(directory, name, gpus, **common | values)

@@ -73,7 +73,7 @@ class Registry:
     """All engines that ever were.
 
     Attributes:
-        limit: --engine-restarts; with 0 an engine that is in doubt is gone.
+        limit: --attempts less one; with 0 an engine that is in doubt is gone.
     """
 
     limit: int = 0

@@ -30,7 +30,7 @@ from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.heartbeat import LEAST, HeartbeatMonitor
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.role import LAST_WORDS, last_error
+from hpcrl.run.role import LAST_WORDS, last_error, launch_timeout
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, listed, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
@@ -128,7 +128,7 @@ def run_attempt(
         plan = _planned(options, backend, held, run_id, rundir)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         if not continues and (kinds := kinds_to_try(options, plan, held.later, held.hosts, held.kept)):
-            refuse_untried(kinds, backend.try_boxes(kinds, rundir, options.launch_timeout))
+            refuse_untried(kinds, backend.try_boxes(kinds, rundir, launch_timeout()))
         make_keys(rundir, options.data_parallel_size, bool(held.engines), sandboxes=bool(plan.sandboxes))
         if held.lent is not None:
             held.lent.close()

@@ -54,15 +54,14 @@ class HostPart:
     reported: bool = False  #: whether the launcher knows that it has ended
 
 
-def start_part(rundir: RunDir, place: RankPlace, per_slot: bool, apart: bool) -> HostPart:
-    """Start the process of this rank's host, or, with a rank for each slot, of its slot.
+def start_part(rundir: RunDir, place: RankPlace, apart: bool) -> HostPart:
+    """Start the process of this rank's host.
 
     Args:
         apart: whether some rank does not see the run directory, so that files are carried.
     """
     words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", place.host]
-    words += ["--slot", str(place.local)] if per_slot else []
-    log = rundir.logs / (f"host-{place.host}-{place.local}.log" if per_slot else f"host-{place.host}.log")
+    log = rundir.logs / f"host-{place.host}.log"
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
     return HostPart(rundir, process, FileSync(rundir) if apart else None)
@@ -73,7 +72,6 @@ class HostRank:
 
     def __init__(self, channel: Channel[FromLauncher], placement: Placement) -> None:
         self.channel = channel
-        self.per_slot = placement.per_slot
         self.place = placement.places[channel.rank]
         self.part: HostPart | None = None
         self.trial: TrialProcess | None = None
@@ -139,7 +137,7 @@ class HostRank:
             if LIVE not in message.files:
                 (rundir.root / LIVE).unlink(missing_ok=True)  # of an attempt before
             write_files(rundir, message.files)
-        return start_part(rundir, self.place, self.per_slot, bool(message.files))
+        return start_part(rundir, self.place, bool(message.files))
 
     def _report(self, part: HostPart) -> None:
         """Send what is new in the run directory, and, once, how the part ended."""

@@ -43,6 +43,7 @@ from hpcrl.launch.standalone_engine import elsewhere
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan
 from hpcrl.run.pauses import follow_log
+from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.deadline import Deadline
@@ -125,11 +126,6 @@ class MpiHosts:
     # ---- what the launcher asks of a backend
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
-        if self.placement.per_slot and options.rank_launcher == "torchrun":
-            raise UsageError(
-                "there is an MPI rank for each slot, and --rank-launcher torchrun would start one more for each",
-                "give --rank-launcher ranks, or start one rank a host (--map-by ppr:1:node, -ppn 1)",
-            )
         network = probe.choose(self.reports, options.interface, apart=elsewhere(options) is not None)
         hosts = without(mark_spares(self.placement.hosts, options.spares), self.left_out)
         return [
@@ -141,7 +137,7 @@ class MpiHosts:
         self.left_out += hosts
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostHandle]:
-        self._ask_who_sees(rundir, options.launch_timeout)
+        self._ask_who_sees(rundir, launch_timeout())
         self._check_shared(plan)
         files = read_files(rundir, ["options.json", *_below(rundir, rundir.here), *_below(rundir, rundir.keys)])
         files |= read_code(rundir) if self.apart else {}
@@ -155,7 +151,7 @@ class MpiHosts:
             needed = files if place.rank in self.apart else {}
             self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))
         here = self.placement.places[0]
-        self.part = start_part(rundir, here, self.placement.per_slot, bool(self.apart))
+        self.part = start_part(rundir, here, bool(self.apart))
         return [
             HostProcess(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process),
             *self.remote,
@@ -241,7 +237,7 @@ class MpiHosts:
                 self._handle(rank, message, rundir)
             if deadline.over or set(self.channel.silent()) & waiting:
                 names = ", ".join(sorted({self.placement.places[rank].host for rank in waiting}))
-                raise HpcrlError(f"no answer from {names} within --launch-timeout {seconds:.0f} s", "is the host up?")
+                raise HpcrlError(f"no answer from {names} within {seconds:.0f} s", "is the host up?")
             time.sleep(0.02)
 
     def _check_shared(self, plan: Plan) -> None:

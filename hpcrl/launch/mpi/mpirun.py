@@ -73,15 +73,18 @@ def call_mpirun(
     mpirun = shlex.split(own.get("mpirun", "mpirun"))
     agent = own.get("agent", "ssh")
     kind = flavour(mpirun)
-    per_slot = stages[0].rank_launcher == "ranks"
     words = [word for word in argv if word not in ("--dry-run", "--print")]
     word = "" if own.get("dry-run") or own.get("print") else exit_status_relay.drawn()
     program = [*handed_on(word), "bash", str(shipped("launch/task.sh")), "launch", *words]
     sweep()  # after one that was killed
     with scratch("launch") as folder:
         file = folder / "hosts"
-        file.write_text(write_hostfile(_counts(found.hosts, per_slot), "openmpi" if kind == "openmpi" else "mpich"))
-        command = mpi_command(mpirun, kind, file, found.hosts, per_slot, agent, program)
+        file.write_text(
+            write_hostfile(
+                tuple(Host(host.name, 1) for host in found.hosts), "openmpi" if kind == "openmpi" else "mpich"
+            )
+        )
+        command = mpi_command(mpirun, kind, file, len(found.hosts), agent, program)
         if own.get("print") or own.get("dry-run"):
             if own.get("dry-run"):
                 print(f"{plans[-1].table()}\n\n{describe(stages[-1], plans[-1])}\n")
@@ -127,11 +130,6 @@ def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | Non
     return list(resolve_stages(recipe, overrides, places))
 
 
-def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:
-    """The hosts with as many slots as processes are started there."""
-    return tuple(Host(h.name, max(1, h.slots) if per_slot else 1) for h in hosts)
-
-
 def flavour(mpirun: list[str]) -> str:
     """openmpi or mpich (and what stems from it), by what the launcher says of itself."""
     answer = run_command([mpirun[0], "--version"], REACH)
@@ -140,13 +138,9 @@ def flavour(mpirun: list[str]) -> str:
     return "openmpi" if any(name in answer.out for name in ("Open MPI", "open-mpi", "OpenRTE")) else "mpich"
 
 
-def mpi_command(
-    mpirun: list[str], kind: str, file: Path, hosts: tuple[Host, ...], per_slot: bool, agent: str, program: list[str]
-) -> list[str]:
+def mpi_command(mpirun: list[str], kind: str, file: Path, count: int, agent: str, program: list[str]) -> list[str]:
     """mpirun with everything that it must be told."""
-    count = sum(max(1, host.slots) if per_slot else 1 for host in hosts)
     if kind == "openmpi":
-        mapping = "slot" if per_slot else "ppr:1:node"
         rsh = [] if agent == "ssh" else ["--mca", "plm_rsh_agent", agent]
         return [
             *mpirun,
@@ -155,7 +149,7 @@ def mpi_command(
             "-np",
             str(count),
             "--map-by",
-            mapping,
+            "ppr:1:node",
             "--bind-to",
             "none",
             *rsh,

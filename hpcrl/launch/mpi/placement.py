@@ -7,6 +7,7 @@ of the hostfile has a rank, and no two lines of it are one machine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -17,11 +18,10 @@ from hpcrl.plan import Host
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """One MPI rank: the host it is on (by the run's name for it) and its number among the ranks there."""
+    """One MPI rank and the host that it is on, by the run's name for it."""
 
     rank: int
     host: str
-    local: int
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -30,16 +30,14 @@ class Placement(msgspec.Struct, frozen=True):
     Attributes:
         places: in rank order.
         hosts: in role order, without addresses.
-        per_slot: a rank for each slot, not one for each host.
     """
 
     places: tuple[RankPlace, ...]
     hosts: tuple[Host, ...]
-    per_slot: bool
 
     def first(self, host: str) -> int:
-        """The rank that speaks for a host."""
-        return next(place.rank for place in self.places if place.host == host and place.local == 0)
+        """The rank of a host."""
+        return next(place.rank for place in self.places if place.host == host)
 
 
 def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Sequence[Host] | None) -> Placement:
@@ -52,42 +50,23 @@ def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Se
         UsageError: names the host that does not fit.
     """
     machines = list(dict.fromkeys(report.hostname for report in reports))
-    counts = {machine: sum(r.hostname == machine for r in reports) for machine in machines}
-    if hostfile is None and len(set(counts.values())) > 1 and 1 in counts.values():
-        few = next(machine for machine, count in counts.items() if count == 1)
+    counts = Counter(report.hostname for report in reports)
+    if many := [machine for machine in machines if counts[machine] > 1]:
         raise UsageError(
-            f"host {few} runs one MPI rank, others more", "start one a host (--map-by ppr:1:node, -ppn 1) or one a slot"
+            f"host {many[0]} has {counts[many[0]]} MPI ranks, and hpcrl starts the processes of a host itself",
+            "start one MPI rank on each host (--map-by ppr:1:node, -ppn 1)",
         )
     names = _names(machines, reports, hostfile)
-    per_slot = max(counts.values()) > 1
     if hostfile is not None:
         hosts = [Host(h.name, h.slots) for h in hostfile]
-    elif per_slot:
-        hosts = [Host(names[m], counts[m]) for m in machines]
     else:
         hosts = [Host(names[m], gpus[next(i for i, r in enumerate(reports) if r.hostname == m)]) for m in machines]
         if bare := [host.name for host in hosts if not host.slots]:
             raise UsageError(
                 f"host {bare[0]} shows no GPU, so its slots are not known", "give the hostfile: --hostfile FILE"
             )
-    if per_slot:
-        _check_slots(hosts, {names[m]: n for m, n in counts.items()})
-    seen: dict[str, int] = {}
-    places = []
-    for rank, report in enumerate(reports):
-        name = names[report.hostname]
-        places.append(RankPlace(rank, name, seen.get(name, 0)))
-        seen[name] = seen.get(name, 0) + 1
-    return Placement(tuple(places), tuple(hosts), per_slot)
-
-
-def _check_slots(hosts: Sequence[Host], counts: dict[str, int]) -> None:
-    for host in hosts:
-        if counts[host.name] != max(1, host.slots):  # a host without slots still runs the rollout process
-            raise UsageError(
-                f"host {host.name} has {host.slots} slots and {counts[host.name]} MPI ranks",
-                "start one rank a host (--map-by ppr:1:node, -ppn 1), or as many as it has slots",
-            )
+    places = [RankPlace(rank, names[report.hostname]) for rank, report in enumerate(reports)]
+    return Placement(tuple(places), tuple(hosts))
 
 
 def _names(machines: Sequence[str], reports: Sequence[HostReport], hostfile: Sequence[Host] | None) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Submission:
 
     def tasks(self) -> str:
         """What a job step starts on each node: one task for each of its "slots", or one for "hosts"."""
-        return "slots" if self.stages[0].rank_launcher == "ranks" else "hosts"
+        return "slots" if self.site.rank_launcher == "ranks" else "hosts"
 
     def script(self, command: str, output: str) -> BatchScript:
         """The script of this run."""

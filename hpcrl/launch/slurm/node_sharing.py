@@ -12,7 +12,6 @@ import os
 import re
 import time
 
-from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.slurm import squeue
 from hpcrl.plan import Plan
@@ -28,11 +27,11 @@ ALONE = re.compile(r"\b(OverSubscribe=(NO|USER)|Exclusive=(NODE|USER|TOPO))\b")
 ALONE_THERE = re.compile(r"\b(OverSubscribe=EXCLUSIVE|ExclusiveUser=YES)\b")
 
 
-def refuse_shared_nodes(options: Options, plan: Plan) -> None:
-    """Raise UsageError if an engine of this plan lies on several nodes that other users may use, unless the run's user
-    allows that."""
+def refuse_shared_nodes(plan: Plan) -> None:
+    """Raise UsageError if an engine of this plan lies on several nodes that other users may use, unless the site's
+    profile allows that."""
     wide = [number for number, engine in enumerate(plan.engines) if engine.also]
-    if not wide or options.allow_shared_nodes:
+    if not wide or os.environ.get("HPCRL_SHARED_NODES"):
         return
     job = os.environ.get("SLURM_JOB_ID", "")
     if (why := shared(job)) is not None:
@@ -40,8 +39,8 @@ def refuse_shared_nodes(options: Options, plan: Plan) -> None:
         raise UsageError(
             f"engine {wide[0]} lies on {hosts}, which other users may share ({why}), and vLLM's connections between "
             "hosts do not prove who is there: another user of the network could run code in it",
-            "ask for whole nodes (exclusive = true in the site's profile, or sbatch --exclusive), or give "
-            "--allow-shared-nodes",
+            "ask for whole nodes (exclusive = true in the site's profile, or sbatch --exclusive), or set "
+            "shared_nodes = true there",
         )
 
 

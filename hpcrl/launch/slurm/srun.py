@@ -36,6 +36,7 @@ from hpcrl.report.progress import say
 from hpcrl.run.heartbeat import LEAST
 from hpcrl.run.job_files import BEAT, CANCEL, OVER, STATE, STOP
 from hpcrl.run.peers import PublishedRecords
+from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.deadline import Deadline
@@ -131,7 +132,7 @@ class SrunHosts:
         ended = lambda: all(step.poll() is not None for step in steps)  # noqa: E731
         early = ended if lacks else lambda: _check_started(steps, log)
         try:
-            reports = probe.gather(rundir, names, options.launch_timeout, early, lacks)
+            reports = probe.gather(rundir, names, launch_timeout(), early, lacks)
             silent = [name for name in names if name not in reports]
             if left := self._replace(silent, "no answer from", rundir):
                 raise DeadlineError(f"no answer from {', '.join(left)}", "no spare host has as many slots.")
@@ -166,9 +167,9 @@ class SrunHosts:
             allreduce=False,
             imports=False,
             echoes=ECHOES,
-            seconds=options.launch_timeout,
+            seconds=launch_timeout(),
         )
-        findings = examine(job, rundir.here / "doctor", options.launch_timeout)
+        findings = examine(job, rundir.here / "doctor", launch_timeout())
         for finding in findings:
             if finding.level == "warn":
                 say(finding.line())
@@ -178,7 +179,7 @@ class SrunHosts:
             )
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
-        refuse_shared_nodes(options, plan)
+        refuse_shared_nodes(plan)
         self._watch_launcher(options, rundir)
         alone = set(plan.hosts) - set(plan.needed_hosts)
         members: list[HostProcess] = []

@@ -66,6 +66,8 @@ def render(script: BatchScript, request: AllocationRequest, site: SiteProfile) -
         "python": site.python or script.python,
         "scratch": site.scratch,
         "tasks": script.tasks,
+        "launch_timeout": f"{site.launch_timeout:g}",
+        "shared_nodes": site.shared_nodes,
         "margin": request.margin,
         "requeue": site.requeue,
         "max_requeues": site.max_requeues if site.requeue else 0,

@@ -68,13 +68,6 @@ def _no_copies(options: Options) -> Iterator[Change]:
         yield "--non-persistent-save-interval 0", options.model_copy(update={"non_persistent_save_interval": 0})
 
 
-def _drop(options: Options) -> Iterator[Change]:
-    """An engine that wakes without weights, where the next update brings all of them."""
-    changed = options.model_copy(update={"rollout_sleep_level": None})
-    if options.sleep_level == 1 and changed.sleep_level == 2:
-        yield "--rollout-sleep-level 2", options.model_copy(update={"rollout_sleep_level": 2})
-
-
 def _less_offloaded(options: Options) -> Iterator[Change]:
     if not options.megatron.get("optimizer_cpu_offload"):
         return
@@ -84,4 +77,4 @@ def _less_offloaded(options: Options) -> Iterator[Change]:
             yield f"--optimizer-offload-fraction {share}", with_megatron(options, optimizer_offload_fraction=share)
 
 
-CHANGES: tuple[Callable[[Options], Iterator[Change]], ...] = (_drop, _at_once, _no_copies, _less_offloaded)
+CHANGES: tuple[Callable[[Options], Iterator[Change]], ...] = (_at_once, _no_copies, _less_offloaded)

@@ -1,7 +1,7 @@
 """Engines that the run has not started (--rollout-external-engine-addrs): found at their addresses, and watched.
 
 For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engine_files.py`): it is
-up, it has ended. The run cannot start it again; but once it answers again, within --engine-restarts, that is another
+up, it has ended. The run cannot start it again; but once it answers again, within --attempts, that is another
 incarnation of it, and it gets the weights before it is asked.
 
 Invariants: nothing is started and nothing ended; every wait has a deadline, but for the return of an engine that has
@@ -124,7 +124,7 @@ class ExternalEngine:
 
     async def _watch(self) -> str:
         """Why this incarnation has ended."""
-        patience = self._options.engine_hang_timeout
+        patience = self._options.rollout_health_check_timeout
         heard = time.monotonic()
         while True:
             health, _ = await answer(self._at)
@@ -139,7 +139,7 @@ class ExternalEngine:
             if core > 0:
                 heard = time.monotonic()
             if time.monotonic() - heard > patience:
-                return f"{self._name} hangs: no sign of life for {patience:.0f} s (--engine-hang-timeout)"
+                return f"{self._name} hangs: no sign of life for {patience:.0f} s (--rollout-health-check-timeout)"
             await asyncio.sleep(POLL)
 
     @staticmethod

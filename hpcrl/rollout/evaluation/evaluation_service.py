@@ -26,7 +26,7 @@ from hpcrl.run.role import say
 from hpcrl.sample import Sample
 from hpcrl.transport.messages import UNFINISHED
 
-#: (work, what is late) -> its result within --rollout-timeout
+#: (work, what is late) -> its result within `Options.rollout_timeout`
 InTime = Callable[[Coroutine[Any, Any, dict[str, Any]], Callable[[], str]], Coroutine[Any, Any, dict[str, Any]]]
 
 

@@ -54,12 +54,11 @@ class HeldOut:
 
 def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
     """The sets of --eval-prompt-data or --eval-config.  UsageError and DataError say what is wrong with one."""
-    drop = options.overlong_prompts == "drop"
     return [
         HeldOut(
             held,
             read_prompts(
-                held.word, ReadOptions.of_set(held, tokenizer, drop), tokenizer.given(held.apply_chat_template_kwargs)
+                held.word, ReadOptions.of_set(held, tokenizer), tokenizer.given(held.apply_chat_template_kwargs)
             ),
         )
         for held in eval_sets(options)

@@ -26,7 +26,7 @@ class Tally:
         what: the batch, for the error.
         size: gradings of the batch.
         group_size: samples of a group.
-        limit: of the option `flag`.
+        limit: --reward-max-failed.
         prompts: the prompts whose grading has failed in this run, shared by all its tallies.
         counted: what is counted.
     """
@@ -36,7 +36,6 @@ class Tally:
     group_size: int
     limit: float
     prompts: set[str]
-    flag: str = "--reward-max-failed"
     counted: str = "gradings"
     failed: int = 0
 
@@ -52,8 +51,8 @@ class Tally:
         several = len(self.prompts) > 1 or not self.limit or self.failed > self.size
         if several and self.failed > self.limit * self.size:
             raise HpcrlError(
-                f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than {self.flag} "
-                f"{self.limit:g} allows; the last: {text}",
+                f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than "
+                f"--reward-max-failed {self.limit:g} allows; the last: {text}",
                 "the rollout's log has the tracebacks",
             )
 
@@ -66,10 +65,9 @@ class Tallies:
     TOLD = 3  #: of one text
     TEXTS = 100
 
-    def __init__(self, limit: float, flag: str = "--reward-max-failed", counted: str = "gradings") -> None:
+    def __init__(self, limit: float, counted: str = "gradings") -> None:
         """As of `Tally`."""
         self._limit = limit
-        self._flag = flag
         self._counted = counted
         self._prompts: set[str] = set()
         self._tallies: dict[str, Tally] = {}
@@ -79,7 +77,7 @@ class Tallies:
         """The count of a batch of `size` samples in groups of `each`, called `what`."""
         if what not in self._tallies:
             self._tallies = dict(list(self._tallies.items())[-self.KEPT :])
-            self._tallies[what] = Tally(what, size, each, self._limit, self._prompts, self._flag, self._counted)
+            self._tallies[what] = Tally(what, size, each, self._limit, self._prompts, self._counted)
         return self._tallies[what]
 
     def say(self, kind: str, text: str, trace: str = "") -> None:

@@ -114,7 +114,7 @@ def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
     seconds, folder = rows.longest
     if options.custom_generate_function_path == AGENT and seconds > options.custom_generate_timeout:
         raise UsageError(
-            f"--custom-generate-timeout {options.custom_generate_timeout:g}: the commands and the verifier of "
-            f"{folder / CONFIG} may take {seconds:g} s together",
-            f"give --custom-generate-timeout {math.ceil(seconds)}; what engines take does not count",
+            f"the commands and the verifier of {folder / CONFIG} may take {seconds:g} s together, and a call may take "
+            f"{options.custom_generate_timeout:g} s",
+            f"give --timeout-factor {math.ceil(seconds / 30) / 10:g}; what engines take does not count",
         )

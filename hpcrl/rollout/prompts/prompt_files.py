@@ -89,7 +89,6 @@ class ReadOptions:
     Attributes:
         limit: tokens of a prompt at most.
         context: of prompt and target together; None: no limit.
-        drop: what is longer is dropped, else it is an error.
         overrides: take the place of the metadata's.
         flags: what sets the limits, for an error.
     """
@@ -97,7 +96,6 @@ class ReadOptions:
     keys: Keys
     limit: int | None
     context: int | None
-    drop: bool = True
     overrides: dict[str, Any] = field(default_factory=dict)
     flags: str = "--rollout-max-prompt-len or --rollout-max-context-len"
 
@@ -113,18 +111,16 @@ class ReadOptions:
             Keys.from_options(options),
             _limit(options.rollout_max_prompt_len, context),
             context,
-            options.overlong_prompts == "drop",
         )
 
     @classmethod
-    def of_set(cls, held: EvalSet, tokenizer: Tokenizer, drop: bool = True) -> ReadOptions:
+    def of_set(cls, held: EvalSet, tokenizer: Tokenizer) -> ReadOptions:
         """Of a held-out set."""
         context = held.max_context_len or tokenizer.context
         return cls(
             Keys.of_set(held),
             _limit(held.max_prompt_len, context),
             context,
-            drop,
             dict(held.metadata_overrides),
             "--eval-max-prompt-len or --eval-max-context-len",
         )
@@ -281,20 +277,9 @@ class Drawn(Sequence[Prompt]):
                 raise DataError(f"{self._rows.where(at)}: {error}") from error
 
     def _short(self, at: int, text: RenderedRow) -> bool:
-        """Whether a row may be encoded, which takes memory of two hundred times its length.
-
-        Raises:
-            DataError: as `_fits`.
-        """
+        """Whether a row may be encoded, which takes memory of two hundred times its length."""
         length = max(map(len, (text.prompt, *text.targets, *(piece.text for piece in text.turns))))
-        if length <= MOST_TEXT:
-            return True
-        if not self._reading.drop:
-            raise DataError(
-                f"{self._rows.where(at)}: a text of {length} characters is too long, {MOST_TEXT} are the most",
-                "shorten it, or drop it: --overlong-prompts drop",
-            )
-        return False
+        return length <= MOST_TEXT
 
     def _surely_fits(self, text: RenderedRow) -> bool:
         alone = not text.targets and not text.turns
@@ -304,20 +289,11 @@ class Drawn(Sequence[Prompt]):
         """Whether a prompt is within the limits.
 
         Raises:
-            DataError: if it is empty, or is not and may not be dropped.
+            DataError: if it is empty.
         """
         reading, length = self._reading, len(tokens.prompt)
         if not length:
             raise DataError(f"{self._rows.where(at)}: the prompt is empty")
         if reading.limit is not None and length > reading.limit:
-            said = f"the prompt is {length} tokens long, the limit is {reading.limit}"
-        elif reading.context is not None and tokens.total > reading.context:
-            said = f"prompt and label together are {tokens.total} tokens long, the limit is {reading.context}"
-        else:
-            return True
-        if not reading.drop:
-            raise DataError(
-                f"{self._rows.where(at)}: {said}",
-                f"shorten it, raise {reading.flags}, or drop it: --overlong-prompts drop",
-            )
-        return False
+            return False
+        return reading.context is None or tokens.total <= reading.context

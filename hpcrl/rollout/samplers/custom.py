@@ -54,8 +54,7 @@ class CustomSampler:
         self._endpoint = Endpoint()
         self._client: EngineClient | None = None
         self._context: Callable[[], int | None] = lambda: None
-        limit = options.custom_generate_max_failed
-        self._tallies = Tallies(limit, "--custom-generate-max-failed", "generations")
+        self._tallies = Tallies(options.reward_max_failed, "generations")
 
     def use(self, client: EngineClient, context: Callable[[], int | None]) -> None:
         """The engines.

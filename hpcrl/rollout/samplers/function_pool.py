@@ -97,7 +97,7 @@ class FunctionPool(ProcessPool[_Process, FunctionJob]):
         job.future.set_result(CustomResult(-1, failure=failure, text=text))
 
     def _late(self, job: FunctionJob) -> str:
-        return f"took more than --custom-generate-timeout {job.seconds:g} s besides its engines"
+        return f"took more than {job.seconds:g} s besides its engines, a limit that --timeout-factor scales"
 
     def _over(self, process: _Process, job: FunctionJob, passed: float) -> tuple[str, str] | None:
         """Cancel a call whose time is up; the process is over a limit if it does not heed that."""

@@ -36,8 +36,6 @@ from hpcrl.run.scratch import is_own_directory
 from hpcrl.run.started_runs import is_run
 from hpcrl.utils.untrusted_files import Damaged
 
-NONE = "none"  #: value of --compile-cache
-NOT_KEPT = {"compile_cache": NONE}  #: the option
 DEFAULT = f".hpcrl-compiled-{os.getuid()}"  #: its name next to a run's directory, where other users may have runs too
 LAST = 5.0  #: seconds to pack at the end of a role, which its host ends by force a little later
 #: seconds in which no file has changed before they are packed: one may be half written otherwise,
@@ -81,13 +79,14 @@ class KeptCode:
         part: tuple[int, ...],
         base: Mapping[str, str],
         spare: Path | None = None,
+        keep: bool = True,
     ) -> None:
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._earlier = False  # whether code of earlier starts is here
         self.where: CodePlaces | None = None
         try:
-            self.where = _where(options, rundir, role, part, base)
+            self.where = _where(options, rundir, role, part, base) if keep else None
         except (HpcrlError, OSError, Damaged) as error:
             say(f"note: compile cache: {error}; none is kept")
         self.variables = compile_caches(base, spare, self.where.here if self.where else None)
@@ -190,8 +189,8 @@ class KeptCode:
 def _where(
     options: Options, rundir: RunDir, role: Role, part: tuple[int, ...], base: Mapping[str, str]
 ) -> CodePlaces | None:
-    """None where nothing is to be kept, or all places of compiled code are the user's."""
-    if options.compile_cache == NONE or set(base) >= set(CACHES):
+    """None where all places of compiled code are the user's."""
+    if set(base) >= set(CACHES):
         return None
     root = cache_directory()
     if root is None:
@@ -201,7 +200,7 @@ def _where(
         return None
     shape = shape_of(role_facts(role, options, part) | machine_facts(root, base))
     here = cache_directory(shape)
-    return here and CodePlaces(shape, here, kept_directory(options.compile_cache, rundir.root))
+    return here and CodePlaces(shape, here, kept_directory(rundir.root))
 
 
 def named_after_job(root: Path, base: Mapping[str, str]) -> bool:
@@ -218,7 +217,7 @@ def _remove_unused(root: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def kept_directory(given: str | None, root: Path) -> Path:
+def kept_directory(root: Path) -> Path:
     """The directory of archives of a run, or of a stage of one."""
     whole = root.parent if is_run(root.parent) and not is_run(root) else root
-    return Path(given) if given else whole.parent / DEFAULT
+    return whole.parent / DEFAULT

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from hpcrl.errors import UsageError
 from hpcrl.run.peers import StorePeer, publish, wait_for
-from hpcrl.run.role import RoleContext
+from hpcrl.run.role import RoleContext, launch_timeout
 from hpcrl.transport.torch_store import connect_store, open_store
 
 BACKEND = "hpcrl"
@@ -44,10 +44,10 @@ def connect(context: RoleContext) -> TCPStore:
     """Connect to the store.
 
     Raises:
-        DeadlineError: if the first process does not come up in --launch-timeout, counted twice, since it may still be
+        DeadlineError: if the first process does not come up in `launch_timeout`, counted twice, since it may still be
             importing torch.
     """
-    found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
+    found = wait_for(context.rundir, StorePeer, 0, 2 * launch_timeout())
     return connect_store(found.host, found.port, TIMEOUT)
 
 

@@ -131,9 +131,8 @@ def watch(context: RoleContext, ranks: tuple[int, ...], code: KeptCode) -> None:
 
 
 def cpu_threads(options: Options, count: int, ranks: int) -> int:
-    """Threads of one of `ranks` ranks that share `count` cores: --trainer-threads, or its share where the CPU does
-    Adam's work."""
-    return max(options.trainer_threads, count // ranks if options.megatron.get("optimizer_cpu_offload") else 1)
+    """Threads of one of `ranks` ranks that share `count` cores: 1, or its share where the CPU does Adam's work."""
+    return max(1, count // ranks) if options.megatron.get("optimizer_cpu_offload") else 1
 
 
 if __name__ == "__main__":

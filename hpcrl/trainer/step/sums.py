@@ -26,7 +26,7 @@ from hpcrl.algorithms.interface import Report
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
-from hpcrl.report.sample_records import Trained, write_tokens, write_trained
+from hpcrl.report.sample_records import Trained, write_trained
 from hpcrl.trainer.collectives import broadcast_bytes
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step.packing import Packed, to_columns
@@ -34,7 +34,7 @@ from hpcrl.transport.share_format import Share
 
 
 def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, micro_batches: Sequence[Packed]) -> None:
-    """Write the files of a rollout whose micro-batches have been trained on; collective.
+    """Write the file of a rollout whose micro-batches have been trained on; collective.
 
     Nothing is written of a rollout that trained a critic alone.
 
@@ -56,10 +56,6 @@ def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, mic
         write_trained(
             root, share.rollout_id, _rows(share, sums.cpu().numpy(), advantage is not None, not options.learns_labels)
         )
-    every = options.save_token_data
-    first = ranks.tp_rank == ranks.cp_rank == ranks.pp_rank == 0
-    if every and share.rollout_id % every == 0 and first:
-        write_tokens(root, share.rollout_id, ranks.dp_rank, _columns(share, trainer, advantage))
 
 
 def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -> np.ndarray:
@@ -98,26 +94,6 @@ def _rows(share: Share, sums: np.ndarray, advantages: bool, sampled: bool) -> li
             row.differ_max = most
         rows.append(row)
     return rows
-
-
-def _columns(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -> dict[str, np.ndarray]:
-    """A file of tokens: this share's responses; NaN for what is not known of a token."""
-    batch = share.batch
-    trained = batch.loss_mask != 0
-    response = np.arange(int(batch.rows["response_length"].sum())) - np.repeat(
-        batch.response_offsets[:-1], batch.rows["response_length"]
-    )
-    prompts = batch.rows["length"] - batch.rows["response_length"]
-    places = np.repeat(batch.token_offsets[:-1] + prompts, batch.rows["response_length"]) + response
-    return {
-        "own": share.own,
-        "response_length": batch.rows["response_length"],
-        "tokens": batch.tokens[places],
-        "mask": batch.loss_mask,
-        "engine": batch.logprobs,
-        "trainer": np.where(trained, trainer, np.nan),
-        "advantage": np.where(trained, np.nan if advantage is None else advantage, np.nan),
-    }
 
 
 class Totals(msgspec.Struct, frozen=True):

@@ -41,10 +41,6 @@ LOAD = {"load_debug_rollout_data": "d/{rollout_id}"}
         (GRPO | {"save_debug_rollout_data": "one"}, "file for all rollouts"),
         (GRPO | {"save_debug_rollout_data": "{step}"}, "only {rollout_id} may"),
         (GRPO | {"load_debug_rollout_data": "{rollout_id.x}"}, "only {rollout_id} may"),
-        (
-            GRPO | {"debug_rollout_only": True, "save_token_data": 1},
-            "--save-token-data has no effect here: --debug-rollout-only",
-        ),
     ],
 )
 def test_what_cannot_go_together(values: dict[str, Any], words: str) -> None:

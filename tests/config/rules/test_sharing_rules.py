@@ -25,7 +25,6 @@ EXPERTS = {"vllm": {"enable_expert_parallel": True}}
         (SHARED, True, True, 2),
         (SHARED | {"offload_train": False}, True, False, 2),
         (SHARED | {"offload_rollout": False}, True, True, 0),
-        (SHARED | {"rollout_sleep_level": 1}, True, True, 1),
         (SHARED | EXPERTS, True, True, 1),
         (SHARED | {"debug_rollout_only": True}, False, False, 0),
     ],
@@ -42,12 +41,6 @@ def test_both_sides_make_room_unless_told_otherwise(
     [
         ({"offload_train": True}, "--offload-train has no effect here: --colocate is not given"),
         ({"offload_rollout": False}, "--offload-rollout has no effect here: --colocate is not given"),
-        ({"rollout_sleep_level": 1}, "--rollout-sleep-level has no effect here: --colocate is not given"),
-        (
-            SHARED | {"offload_rollout": False, "rollout_sleep_level": 1},
-            "--no-offload-rollout keeps the engines",
-        ),
-        (SHARED | {"rollout_sleep_level": 2} | EXPERTS, "experts would go with"),
         (SHARED | {"megatron": {"nccl_ub": True}}, "leave out --nccl-ub, or give --no-offload-train"),
     ],
 )

@@ -162,10 +162,10 @@ def test_train_async_is_the_asynchronous_loop() -> None:
 
 def test_what_becomes_of_a_dead_engine_is_told() -> None:
     (line,) = translate(["--use-fault-tolerance"]).with_outcome("needless")
-    assert "started again, up to --engine-restarts" in line.reading.why
+    assert "started again, up to --attempts" in line.reading.why
     (line,) = translate(["--use-fault-tolerance", "--colocate"]).with_outcome("needless")
     assert "hpcrl resume RUN continues" in line.reading.why
-    assert translate(["--rollout-health-check-timeout", "20"]).values["engine_hang_timeout"] == 20
+    assert translate(["--rollout-health-check-timeout", "20"]).values["rollout_health_check_timeout"] == 20
 
 
 def test_sft_learns_chat_messages_as_slime_does() -> None:

@@ -316,7 +316,6 @@ def test_drafts_need_mtp_layers(tmp_path: Path) -> None:
         ("--sglang-speculative-eagle-topk 4", "--sglang-speculative-eagle-topk 4: vLLM drafts a chain"),
         ("--sglang-speculative-algorithm EAGLE3", "translated is EAGLE"),
         ("--sglang-speculative-draft-attention-backend nsa", "sglang's backends vLLM has"),
-        ("--rollout-sleep-level 2", "--rollout-sleep-level 2 with --vllm-"),
         ("--vllm-speculative-config {}", "--sglang-speculative-algorithm EAGLE and --vllm-speculative-config {} contradict"),
     ],
 )  # fmt: skip

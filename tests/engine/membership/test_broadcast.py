@@ -220,7 +220,7 @@ def test_refusal_caused_by_another_engine(rundir: RunDir, stubs: list[Stub], mon
     assert [engine.index for engine in made._lost(caught.value)] == [1]
     assert [engine.index for engine in made._lost(RuntimeError("Connection closed by peer"))] == [1]
     assert made._lost(Differs("engine-0 holds other bits")) == [] and made._lost(KeyboardInterrupt()) == []
-    assert sender(rundir, stubs, engine_restarts=0)._lost(caught.value) == []
+    assert sender(rundir, stubs, attempts=1)._lost(caught.value) == []
     stubs[1].health = 200
     assert made._lost(caught.value) == [], "all are well: it is what it says"
 

@@ -246,7 +246,7 @@ def test_a_rank_that_has_lost_rank_0_has_the_last_word(
 ) -> None:
     """As where it is rank 0's host whose link is cut."""
     monkeypatch.setenv(exit_status_relay.ENVIRONMENT, WORD)
-    places = tuple(RankPlace(rank, f"node{rank + 1}", 0) for rank in range(2))
-    status = HostRank(cast(Any, Silence()), Placement(places, (), per_slot=False)).run()
+    places = tuple(RankPlace(rank, f"node{rank + 1}") for rank in range(2))
+    status = HostRank(cast(Any, Silence()), Placement(places, ())).run()
     said = capfd.readouterr().err
     assert status and "the launcher on rank 0 was silent" in said and f"{WORD} {status}\n" in said

@@ -15,7 +15,6 @@ from tests.support.able import find_mpirun, needs
 from tests.support.runs import SFT, all_gone, metrics, recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.core, needs("mpirun")]
-RANKS = {"actor_num_gpus_per_node": 2, "rank_launcher": "ranks"}
 ENV = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -29,15 +28,14 @@ def hpcrl(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_rank_for_each_slot_of_this_machine(tmp_path: Path, task: Path) -> None:
-    """The MPI ranks are the trainer ranks, one for each slot of the hostfile."""
+def test_a_run_under_mpirun_of_this_machine(tmp_path: Path, task: Path) -> None:
     agent = tmp_path / "agent"  # in place of ssh: the command runs here
     agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     agent.chmod(0o755)
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{socket.gethostname()} slots=2\n")
     words = ["--hostfile", hosts, "--mpirun", find_mpirun(), "--agent", agent]
-    path = recipe(tmp_path, task, **(SFT | RANKS | {"num_rollout": 4}))
+    path = recipe(tmp_path, task, **(SFT | {"actor_num_gpus_per_node": 2, "num_rollout": 4}))
     root = tmp_path / "run"
     done = hpcrl("launch", path, *words, "--run-dir", root)
     assert done.returncode == 0, done.stderr

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.layout import inert_in_layout
 from hpcrl.errors import UsageError
 from hpcrl.launch.slurm import node_sharing, squeue
-from hpcrl.plan import Host, make_plan
+from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run.process import CommandResult
 
 JOB = "JobId=7 JobName=a UserId=u(1) Partition={partition} NumNodes=2 OverSubscribe={over} Contiguous=0\n"
@@ -31,11 +30,11 @@ def slurm(monkeypatch: pytest.MonkeyPatch, *jobs: str, code: int = 0) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
 
-def plan(**values: Any) -> tuple[Options, Any]:
-    options = Options(
-        hf_checkpoint="m", actor_num_gpus_per_node=1, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, **values
-    )
-    return options, make_plan(options, [Host(f"n{i}", 1, f"10.0.0.{i}", "eth0") for i in range(3)], "run")
+OPTIONS = Options(hf_checkpoint="m", actor_num_gpus_per_node=1, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+
+
+def plan() -> Plan:
+    return make_plan(OPTIONS, [Host(f"n{i}", 1, f"10.0.0.{i}", "eth0") for i in range(3)], "run")
 
 
 @pytest.mark.parametrize(
@@ -44,22 +43,23 @@ def plan(**values: Any) -> tuple[Options, Any]:
 def test_nodes_of_one_user_are_recognised(monkeypatch: pytest.MonkeyPatch, over: str, partition: str) -> None:
     """By the job's word or by its partition's."""
     slurm(monkeypatch, JOB.format(over=over, partition=partition))
-    node_sharing.refuse_shared_nodes(*plan())
+    node_sharing.refuse_shared_nodes(plan())
 
 
 def test_an_engine_over_shared_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if only one component of the job may be shared, or Slurm does not answer; not if its user allows it, nor an
+    """Also if only one component of the job may be shared, or Slurm does not answer; not if the site allows it, nor an
     engine within a node."""
     alone = JOB.format(over="NO", partition="open")
     for jobs, code in (([alone, JOB.format(over="OK", partition="open")], 0), ([], 1)):
         slurm(monkeypatch, *jobs, code=code)
-        with pytest.raises(UsageError, match="--allow-shared-nodes") as caught:
-            node_sharing.refuse_shared_nodes(*plan())
+        with pytest.raises(UsageError, match="shared_nodes = true") as caught:
+            node_sharing.refuse_shared_nodes(plan())
         assert "engine 0 lies on n1, n2" in caught.value.what
-        node_sharing.refuse_shared_nodes(*plan(allow_shared_nodes=True))
-    options, _ = plan()
-    near = make_plan(options, [Host("n0", 1, "10.0.0.1", "eth0"), Host("n1", 2, "10.0.0.2", "eth0")], "run")
-    node_sharing.refuse_shared_nodes(options, near)
+        with monkeypatch.context() as allowed:
+            allowed.setenv("HPCRL_SHARED_NODES", "1")
+            node_sharing.refuse_shared_nodes(plan())
+    near = make_plan(OPTIONS, [Host("n0", 1, "10.0.0.1", "eth0"), Host("n1", 2, "10.0.0.2", "eth0")], "run")
+    node_sharing.refuse_shared_nodes(near)
 
 
 def test_a_busy_controller_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,3 @@ def test_a_busy_controller_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(squeue, "call", lambda *_: answers.pop(0))
     monkeypatch.setattr(node_sharing.time, "sleep", lambda _: None)
     assert node_sharing.shared("7") is None and not answers
-
-
-def test_the_leave_has_no_effect_for_one_worker() -> None:
-    """An engine of one worker lies on one host."""
-    options, _ = plan(allow_shared_nodes=True)
-    assert "allow_shared_nodes" not in dict(inert_in_layout(options))
-    one = options.model_copy(update={"rollout_num_gpus_per_engine": 1})
-    assert "allow_shared_nodes" in dict(inert_in_layout(one))

@@ -67,7 +67,7 @@ class Bench:
         plan = Plan("test", 0, (Location("node7", (0,)),), places, Location("node7", ()))
 
         async def go() -> Any:
-            pool = EnginePool(rundir, plan, Options(**({"request_timeout": 60, "engine_restarts": 0} | options)))
+            pool = EnginePool(rundir, plan, Options(**({"request_timeout": 60, "attempts": 1} | options)))
             try:
                 await pool.connect()
                 return await job(EngineClient(pool, 128), pool)

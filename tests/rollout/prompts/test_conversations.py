@@ -134,8 +134,5 @@ def test_what_cannot_be_masked_exactly_is_refused(
 
 
 def test_conversation_beyond_the_context(tmp_path: Path) -> None:
-    """A conversation beyond the context is dropped or refused."""
     with pytest.raises(DataError, match="each of its 1 prompts is longer"):
         learn(tmp_path, PLAIN, TALK, rollout_max_context_len=12)
-    with pytest.raises(DataError, match="prompt and label together.*21 tokens long, the limit.*12"):
-        learn(tmp_path, PLAIN, TALK, rollout_max_context_len=12, overlong_prompts="error")

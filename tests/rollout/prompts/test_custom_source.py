@@ -151,9 +151,6 @@ def test_too_long_prompts_are_replaced(tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match=f"{MOST_DROPPED}.*row are longer than.*1 tokens; raise"):
         source.next_groups(1)
     assert source.metrics() == {"data/dropped": float(MOST_DROPPED)}
-    strict = own(tokenizer, "Counting", rollout_max_prompt_len=1, overlong_prompts="error")
-    with pytest.raises(DataError, match=f"{HERE}.Counting, prompt 11: the prompt is 2 tokens long, the limit.*1"):
-        strict.next_groups(20)
 
 
 def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> None:
@@ -174,13 +171,12 @@ def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> N
         ("key", ", prompt 4: no key"),
         ("label", ", prompt 4: no key 'label'"),
         ("type", ", prompt 4: metadata rm_type is 'f1', which is none of the class's rm_types"),
-        ("long", ", prompt 4: the prompt is 99 tokens long, the limit is 50"),
         ("empty", ", prompt 4: the prompt is empty"),
         ("raises", ": take(4) raised IndexError: list index out of range (test_custom_source.py:"),
     ],
 )
 def test_what_it_gives_is_checked(tokenizer: Tokenizer, how: str, words: str) -> None:
-    values = {"rm_type": "math", "label_key": "label", "rollout_max_prompt_len": 50, "overlong_prompts": "error"}
+    values = {"rm_type": "math", "label_key": "label", "rollout_max_prompt_len": 50}
     with pytest.raises(HpcrlError) as caught:
         own(tokenizer, "Spoilt", name=how, **values).next_groups(4)
     assert str(caught.value).startswith(f"--data-source-path {HERE}.Spoilt{words}")

@@ -134,12 +134,10 @@ def test_without_a_template_the_text_is_the_prompt(read: Callable[..., PromptFil
         ('{"prompt": [{"role": "user"}], "label": "4"}', "role and content"),
         ('{"prompt": ["2+2="], "label": "4"}', "role and content"),
         ('{"prompt": "2+2=", "label": "4", "metadata": 3}', "object but a number"),
-        ('{"prompt": "' + "1" * 3000 + '", "label": "4"}', "3003 tokens long, the limit"),
     ],
 )
 def test_a_bad_line_is_named(read: Callable[..., PromptFile], line: str, words: str, tmp_path: Path) -> None:
     extra = {"apply_chat_template": False} if '"prompt": ""' in line else {}
-    extra |= {"overlong_prompts": "error"}
     good = '{"prompt": "1+1=", "label": "2"}'
     with pytest.raises(DataError) as caught:
         read(f"{good}\n{good}\n{line}\n{good}\n", **extra)
@@ -160,8 +158,6 @@ def test_a_prompt_may_be_as_long_as_the_limit(
 ) -> None:
     row = lambda n: json.dumps({"prompt": "1" * (n - 3), "label": "2"})  # noqa: E731  (the template adds three tokens)
     assert len(read(row(limit), **values).prompts[0].tokens) == limit
-    with pytest.raises(DataError, match=f"{limit + 1} tokens long, the limit.*{limit}"):
-        read(row(limit + 1), overlong_prompts="error", **values)
     with pytest.raises(DataError, match=f"each of its 2 prompts is longer than.*{limit} tokens"):
         read(f"{row(limit + 1)}\n{row(limit + 2)}", **values)
     file = read("\n".join(row(n) for n in (limit + 1, limit, limit + 9, 4)), **values)
@@ -179,15 +175,8 @@ def test_a_text_that_no_context_holds_is_never_encoded(
     long = json.dumps({"prompt": "1" * 200, "label": "2"})
     file = read(f"{long}\n{GOOD}\n{long}")
     assert (file.dropped, [prompt.line for prompt in file.prompts]) == (2, [2])
-    with pytest.raises(DataError, match=r"line 2: a text of 2\d\d characters is too long, 60 are the most"):
-        read(f"{GOOD}\n{long}", overlong_prompts="error")
-    with pytest.raises(DataError, match=r"line 1: a text of 20\d characters"):
-        read(
-            json.dumps({"prompt": "1", "label": "3" * 200}),
-            overlong_prompts="error",
-            loss_type="sft_loss",
-            rollout_num_gpus=0,
-        )
+    with pytest.raises(DataError, match="each of its 1 prompts is longer"):
+        read(json.dumps({"prompt": "1", "label": "3" * 200}), loss_type="sft_loss", rollout_num_gpus=0)
     assert seen and max(seen) <= 60
 
 
@@ -300,8 +289,6 @@ def test_a_label_that_stands_in_the_answer_twice(model: Path, tmp_path: Path) ->
 def test_a_label_that_does_not_fit_the_context(read: Callable[..., PromptFile]) -> None:
     row = json.dumps({"prompt": "1+1=", "label": "2" * 20})
     assert len(read(row, loss_type="sft_loss", rollout_max_context_len=28).prompts[0].target) == 21
-    with pytest.raises(DataError, match="line 1: prompt and label together.*28 tokens long, the limit.*27"):
-        read(row, loss_type="sft_loss", rollout_max_context_len=27, overlong_prompts="error")
     assert read(f'{row}\n{{"prompt": "1", "label": 2}}', loss_type="sft_loss", rollout_max_context_len=27).dropped == 1
 
 
@@ -320,13 +307,9 @@ def test_a_pair_of_responses(read: Callable[..., PromptFile], tokenizer: Tokeniz
         read('{"prompt": "1+1=", "label": "2"}', **pairs)
     with pytest.raises(DataError, match=r"line 1: the worse response \('bad'\) is neither text nor"):
         read('{"prompt": "1+1=", "label": "2", "bad": {}}', **pairs)
-    with pytest.raises(DataError, match="line 1: prompt and label together.*28 tokens long"):
-        read(
-            json.dumps({"prompt": "1+1=", "label": "2", "bad": "3" * 20}),
-            rollout_max_context_len=27,
-            overlong_prompts="error",
-            **pairs,
-        )
+    long = json.dumps({"prompt": "1+1=", "label": "2", "bad": "3" * 20})
+    with pytest.raises(DataError, match="each of its 1 prompts is longer"):
+        read(long, rollout_max_context_len=27, **pairs)
 
 
 # ---- tokenizer

@@ -50,7 +50,7 @@ async def sampler(
             "rollout_batch_size": 4,
             "n_samples_per_prompt": 4,
             "apply_chat_template": True,
-            "custom_generate_max_failed": 1.0,
+            "reward_max_failed": 1.0,
         }
         | values
     )
@@ -225,7 +225,7 @@ def test_plain_agent_makes_exact_samples(model: Path, found: dict[str, Any]) -> 
 
 TROUBLES = {
     "raise": "raised LookupError: no such tool (own_generates.py:",
-    "hang": "took more than --custom-generate-timeout 1 s",
+    "hang": "took more than 1 s besides its engines, a limit that --timeout-factor scales",
     "none": "returned None, but asked nothing at the endpoint",
     "number": "returned a int, not a sample",
     "short": "set 2 logprobs for a response of 3 tokens",
@@ -240,7 +240,7 @@ TROUBLES = {
 
 def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
     async def run() -> dict[str, list[list[Sample]]]:
-        async with sampler(model, "troubled", custom_generate_timeout=1) as (made, _):
+        async with sampler(model, "troubled", timeout_factor=1 / 300) as (made, _):
             return {
                 kind: await asyncio.gather(*(made.make(asked(model, index, label=kind)) for index in range(4)))
                 for kind in TROUBLES
@@ -279,11 +279,11 @@ def test_failures_and_the_limit(model: Path) -> None:
     """Too many failures end the run; one bad prompt does not."""
 
     async def run() -> None:
-        async with sampler(model, "troubled", custom_generate_max_failed=0.05) as (made, _):
+        async with sampler(model, "troubled", reward_max_failed=0.05) as (made, _):
             for number in (0, 0):
                 await made.make(asked(model, 0, number, "raise"))
             with pytest.raises(
-                HpcrlError, match=r"3 of the 16 generations of rollout 3 failed, more than --custom-generate-max-failed"
+                HpcrlError, match=r"3 of the 16 generations of rollout 3 failed, more than --reward-max-failed"
             ):
                 await made.make(asked(model, 0, 1, "raise"))
 
@@ -294,13 +294,13 @@ def test_deterministic_retry_with_more_time(model: Path) -> None:
     """In deterministic mode, failed samples are made again with more time."""
 
     async def run() -> tuple[float, list[Sample]]:
-        async with sampler(model, "troubled", custom_generate_timeout=0.3, deterministic_mode=True) as (made, _):
+        async with sampler(model, "troubled", timeout_factor=0.001, deterministic_mode=True) as (made, _):
             begun = time.monotonic()
             found = await made.make(asked(model, 0, label="hang"))
             return time.monotonic() - begun, found
 
     took, [bad] = asyncio.run(run())
-    assert took > 1.3 and "--custom-generate-timeout 1.2 s" in bad.grading_error
+    assert took > 1.3 and "took more than 1.2 s" in bad.grading_error
 
 
 def test_engine_failure_and_unneeded_response(found: dict[str, Any]) -> None:

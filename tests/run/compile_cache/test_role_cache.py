@@ -14,10 +14,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.run import check_compile_cache
 from hpcrl.engine import main
 from hpcrl.engine.main import EngineSupervisor
-from hpcrl.errors import PeerError, UsageError
+from hpcrl.errors import PeerError
 from hpcrl.run import gpu_environment
 from hpcrl.run.compile_cache import role_cache
 from hpcrl.run.compile_cache.role_cache import ALSO, DEFAULT, KeptCode, kept_directory
@@ -37,13 +36,14 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")
 
-    def start(new: bool = True, run: str = "runs/first", base: dict[str, str] | None = None, **values: Any) -> KeptCode:
+    def start(
+        new: bool = True, run: str = "runs/first", base: dict[str, str] | None = None, keep: bool = True, **values: Any
+    ) -> KeptCode:
         if new:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-        return KeptCode(
-            Options(hf_checkpoint=str(model), **values), RunDir(tmp_path / run), "engine", (0,), base or {}, place
-        )
+        options = Options(hf_checkpoint=str(model), **values)
+        return KeptCode(options, RunDir(tmp_path / run), "engine", (0,), base or {}, place, keep)
 
     return start
 
@@ -140,7 +140,7 @@ def test_engine_that_dies_early_discards_code(
     vars(engine).update(name="engine 0", died=False, stopped=threading.Event(), shared=set(), child=MagicMock())
     engine.child.poll.return_value = status
     engine.standing.longest.return_value = None
-    engine.context.options.engine_hang_timeout = 60.0
+    engine.context.options.rollout_health_check_timeout = 60.0
     for name in ("leftovers", "descendants", "end_processes", "end_descendants"):
         monkeypatch.setattr(main, name, lambda *_: set())
     monkeypatch.setattr(main, "was_up", lambda *_: up)
@@ -171,10 +171,10 @@ def test_another_shape_is_not_used(node: Node) -> None:
 
 
 def test_none_keeps_nothing(node: Node, tmp_path: Path) -> None:
-    """With --compile-cache none, or places that are all the user's, nothing is read or written."""
+    """Where nothing is kept, or all places are the user's, nothing is read or written."""
     compiles(node(), a=b"1")
     shutil.rmtree(tmp_path / "runs")
-    off = node(compile_cache="none")
+    off = node(keep=False)
     assert off.where is None and set(off.variables) == set(CACHES)
     own = node(base=dict.fromkeys(CACHES, "/mine"))
     assert own.where is None and own.variables == {}
@@ -185,17 +185,12 @@ def test_none_keeps_nothing(node: Node, tmp_path: Path) -> None:
 
 
 def test_directory_of_archives(tmp_path: Path) -> None:
-    """Next to the run, of a stage next to its run, or where --compile-cache says, which is absolute."""
+    """Next to the run, and of a stage next to its run."""
     run = tmp_path / "runs/a"
     run.mkdir(parents=True)
-    assert kept_directory(None, run) == tmp_path / "runs" / DEFAULT and DEFAULT.endswith(f"-{os.getuid()}")
+    assert kept_directory(run) == tmp_path / "runs" / DEFAULT and DEFAULT.endswith(f"-{os.getuid()}")
     (run / "recipe.json").touch()
-    assert kept_directory(None, run) == kept_directory(None, run / "stage") == tmp_path / "runs" / DEFAULT
-    assert kept_directory("/scratch/me", run) == Path("/scratch/me")
-    for given in (None, "none", "/scratch/me"):
-        check_compile_cache(Options(compile_cache=given))
-    with pytest.raises(UsageError, match="--compile-cache cache"):
-        check_compile_cache(Options(compile_cache="cache"))
+    assert kept_directory(run) == kept_directory(run / "stage") == tmp_path / "runs" / DEFAULT
 
 
 # ---- what goes wrong is a note
@@ -234,8 +229,9 @@ def test_bad_archive_is_one_line(node: Node, tmp_path: Path, capfd: pytest.Captu
 
 def test_directory_that_cannot_be_written(node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A place where no directory of archives can be made costs a note, not the run."""
-    (tmp_path / "file").touch()
-    code = node(compile_cache=str(tmp_path / "file/kept"))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / DEFAULT).touch()
+    code = node()
     compiles(code, a=b"1")
     assert capfd.readouterr().err.count("note: compile cache") == 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import KEPT, NO_AGENT, POLICY, SFT, metrics, policy, recipe, samples
+from tests.support.runs import KEPT, POLICY, SFT, metrics, policy, recipe, samples
 from tests.support.slurm import Job, submit
 from tests.whole_runs.test_under_mpirun import launch
 
@@ -31,7 +31,7 @@ SMALL = {
 
 def two_stages(path: Path, task: Path, **values: object) -> Path:
     """Fine-tuning, which needs no sandboxes, and then SMALL; with a task, or an MPI rank, for each slot of a host."""
-    file = recipe(path, task, **NO_AGENT)
+    file = recipe(path, task)
     stages = {"first": SFT | {"num_rollout": 1}, "second": POLICY | SMALL | values}
     with file.open("a") as out:
         for name, own in stages.items():

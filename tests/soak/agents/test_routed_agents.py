@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_routed_experts import DIFFERENCE, near_ties
-from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe
+from tests.support.runs import POLICY, Run, all_gone, metrics, recipe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 STEPS = 3
@@ -33,7 +33,7 @@ def steps(task: Path, name: str, **own: object) -> dict[int, dict[str, float]]:
         "lr": 1e-4,
         "run_dir": str(where / "run"),
     }
-    begun = Run(recipe(where, task, **(POLICY | NO_AGENT | common | own)), root=where / "run")
+    begun = Run(recipe(where, task, **(POLICY | common | own)), root=where / "run")
     status, out = begun.end(280)
     assert status == 0, out + begun.logs()
     assert all_gone(where / "run", [])

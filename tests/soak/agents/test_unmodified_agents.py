@@ -22,7 +22,7 @@ import pytest
 
 from tests.documents.texts import python_files
 from tests.support.asked_endpoint import FORMS, AskedEndpoint, asked, form_model, spoken
-from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe
+from tests.support.runs import POLICY, Run, all_gone, metrics, recipe
 from tests.support.tiny import make_model
 from tests.support.two_ways import Policy
 
@@ -143,10 +143,9 @@ def test_mini_swe_agent_trains_three_steps(agent: Path, tmp_path: Path) -> None:
         "rollout_max_context_len": 8192,
         "max_tokens_per_gpu": 8192,
         "custom_generate_function_path": f"{agent}/swe_agent.py:solve",
-        "rollout_timeout": 400,
         "run_dir": str(tmp_path / "run"),
     }
-    values = {name: value for name, value in (POLICY | NO_AGENT | own).items() if name != "custom_rm_path"}
+    values = {name: value for name, value in (POLICY | own).items() if name != "custom_rm_path"}
     begun = Run(recipe(tmp_path, tmp_path, **values), root=tmp_path / "run")
     status, out = begun.end(560)
     assert status == 0, out + begun.logs()

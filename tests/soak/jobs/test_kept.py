@@ -54,7 +54,7 @@ MORE = (
     "link cut for 3 s",
 )
 #: the engine on the slots of the trainers, whose end is the attempt's
-COLOCATED = {name: value for name, value in ENGINES.items() if name != "engine_restarts"} | {
+COLOCATED = {name: value for name, value in ENGINES.items() if name != "attempts"} | {
     "colocate": True,
     "actor_num_gpus_per_node": 2,
 }
@@ -64,7 +64,6 @@ PARTS = COLOCATED | {
     "actor_num_gpus_per_node": 1,
     "rollout_num_gpus": 2,
     "rollout_num_gpus_per_engine": 2,
-    "allow_shared_nodes": True,
     "engine_start_timeout": 600,
 }
 OVER_HOSTS = ("engine.gpus_per_node=1",)

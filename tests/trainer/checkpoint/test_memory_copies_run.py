@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.run.scratch import SHARED
-from tests.support.runs import KEPT, NO_AGENT, SFT, Run, metrics, recipe, role_pid, samples
+from tests.support.runs import KEPT, SFT, Run, metrics, recipe, role_pid, samples
 
 pytestmark = pytest.mark.process
 
@@ -19,7 +19,7 @@ ROLLOUTS = 40
 
 def start(path: Path, task: Path, **values: object) -> Run:
     path.mkdir()
-    given = SFT | NO_AGENT | {"run_dir": str(path / "run"), "num_rollout": ROLLOUTS, "save_interval": None}
+    given = SFT | {"run_dir": str(path / "run"), "num_rollout": ROLLOUTS, "save_interval": None}
     return Run(recipe(path, task, **(given | {"actor_num_gpus_per_node": 2} | values)), root=path / "run")
 
 

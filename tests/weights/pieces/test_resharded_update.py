@@ -310,7 +310,7 @@ def test_engine_dies_and_another_joins(way: str, transfer: str, nursery: Nursery
         "update_weight_buffer_size": SMALL,
         "weight_update": way,
         "weight_transfer": transfer,
-        "engine_restarts": 1,
+        "attempts": 2,
     }
     engines = nursery.engines(tmp_path / "run", model, 3, rollout_num_gpus=3, **values)
     options = engines.options.model_copy(update={"actor_num_gpus_per_node": 2, **TP2})
