@@ -172,7 +172,9 @@ def _fits(path: list[str], value: Any) -> bool:
     return True
 
 
-_TYPE_ERRORS = {"string_type", "int_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
+_TYPE_ERRORS = {
+    f"{kind}_type" for kind in ("string", "int", "float", "bool", "list", "dict", "model", "model_attributes")
+}
 
 
 def _make(values: dict[str, Any], where: str, given: Container[str] = ()) -> SiteProfile:
