@@ -79,7 +79,8 @@ def run(recipe: str | Path, *, wait: bool = True, **options: Any) -> OpenRun:
     """
     file = _recipe_file(recipe)
     words, root = _read(file, options)
-    command = [sys.executable, "-m", "hpcrl", "run", str(file), *words, f"--run-dir={_literal(root)}"]
+    literal = str(root).replace("{", "{{").replace("}", "}}")  # braces would be placeholders
+    command = [sys.executable, "-m", "hpcrl", "run", str(file), *words, f"--run-dir={literal}"]
     if not wait:
         root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".hpcrl-", dir=None if wait else root.parent) as place:
@@ -99,7 +100,9 @@ def run(recipe: str | Path, *, wait: bool = True, **options: Any) -> OpenRun:
         if status is None:
             output.rename(root / "logs" / OUTPUT)  # to which the run writes on
     if status not in (None, 0, 143):
-        raise (UsageError if status == 2 else HpcrlError)(_reason(said, status))
+        errors = [line.partition("error: ")[2] for line in said if line.startswith("hpcrl: error: ")]
+        ended = f"the run ended with status {status}: {'; '.join(said[-3:])}"
+        raise (UsageError if status == 2 else HpcrlError)(errors[-1] if errors else ended)
     return OpenRun(root)
 
 
@@ -124,12 +127,6 @@ def _followed(process: subprocess.Popen[bytes], reading: IO[bytes], until: Path 
                 raise
             process.send_signal(signal.SIGINT)
     return said
-
-
-def _reason(said: list[str], status: int | None) -> str:
-    """The error that the command has said, or how it ended."""
-    errors = [line.partition("error: ")[2] for line in said if line.startswith("hpcrl: error: ")]
-    return errors[-1] if errors else f"the run ended with status {status}: {'; '.join(said[-3:])}"
 
 
 def submit(
@@ -225,11 +222,6 @@ def _read(file: Path, options: Mapping[str, Any]) -> tuple[list[str], Path]:
         number += 1
         found = root.with_name(f"{root.name}-{number}")
     return words, found
-
-
-def _literal(path: Path) -> str:
-    """A path as --run-dir has it: braces would be placeholders."""
-    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 # ---- looking

@@ -75,17 +75,24 @@ def planned(options: Options) -> dict[str, Groups]:
     )
 
 
-def describe(options: Options, plan: Plan) -> str:
-    """The groups as text, a line each: kind, ranks, and the hosts that a group spans."""
+def describe(options: Options, plan: Plan, every: bool = False) -> str:
+    """The groups as text, a line for each kind of more than one rank.
+
+    Args:
+        every: a line for each group instead, with its ranks and the hosts that it spans.
+    """
     if options.debug_rollout_only:
         return "nothing is trained: no groups, and no weights are sent"
-    found = planned(options)
-    lines = ["group  ranks"]
-    for kind, members in found.items():
-        for group in members if len(members[0]) > 1 else []:
-            hosts = list(dict.fromkeys(plan.trainers[rank].host for rank in group))
-            where = f"inside {hosts[0]}" if len(hosts) == 1 else f"over {len(hosts)} hosts: {', '.join(hosts)}"
-            lines.append(f"{kind:5}  {','.join(map(str, group))}  {where}")
-    if len(lines) == 1:
-        lines = ["every group is one rank"]
-    return "\n".join(lines)
+    lines = ["group  ranks"] if every else []
+    for kind, members in planned(options).items():
+        if (size := len(members[0])) == 1:
+            continue
+        hosts = [list(dict.fromkeys(plan.trainers[rank].host for rank in group)) for group in members]
+        if every:
+            rows = zip(members, hosts, strict=True)
+            lines += [f"{kind:5}  {','.join(map(str, group))}  on {', '.join(names)}" for group, names in rows]
+        else:
+            span = f"over {most} hosts" if (most := max(map(len, hosts))) > 1 else "inside one host"
+            stride = members[0][1] - members[0][0]
+            lines.append(f"{kind + ':':6} {len(members)} groups of {size}, stride {stride}, each {span}")
+    return "\n".join(lines) if len(lines) > every else "every group is one rank"

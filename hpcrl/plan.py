@@ -128,8 +128,12 @@ class Plan(msgspec.Struct, frozen=True):
         """The trainer ranks of a host, in order."""
         return tuple(rank for rank, place in enumerate(self.trainers) if place.host == host)
 
-    def table(self) -> str:
-        """The plan as text, one process a line; runs of ranks on a host share a line."""
+    def table(self, most: int | None = None) -> str:
+        """The plan as text, one process a line; runs of ranks on a host share a line.
+
+        Args:
+            most: lines at most: of more, those in the middle are left out, and counted.
+        """
         rows = [("role", "index", "host", "slots")]
         for host in self.trainer_hosts:
             ranks = self.ranks_on(host)
@@ -143,7 +147,10 @@ class Plan(msgspec.Struct, frozen=True):
         rows.append(("rollout", "0", self.rollout.host, "-"))
         rows += [("sandbox", str(number), place.host, "-") for number, place in enumerate(self.sandboxes)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if most is not None and len(lines) > most:
+            lines[most - 3 : -2] = [f"... {len(lines) - most + 1} more lines"]
+        return "\n".join(lines)
 
 
 def visible_devices(
@@ -231,9 +238,7 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     trainers = () if options.debug_rollout_only else _trainers(options, known, free)
     if options.colocate:
         free = {host.name: list(range(host.slots)) for host in hosts}
-    engines = tuple(
-        _engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines)
-    )
+    engines = tuple(_engine(options, known, free) for _ in range(options.num_engines))
     left = _own_hosts(options, hosts, trainers, engines, kept)
     spare = next((host for host in hosts if host.slots == 0 and host not in left), None)
     own = left[len(left) - options.own_sandbox_hosts :]
@@ -290,8 +295,9 @@ def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int
     return tuple(_place(hosts[name], (free[name].pop(0),)) for name in chosen for _ in range(each))
 
 
-def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], options: Options) -> Location:
-    """The first place with `size` free slots: in one host, or else on whole hosts one after another."""
+def _engine(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> Location:
+    """The first place with enough free slots: in one host, or else on whole hosts one after another."""
+    size = options.rollout_num_gpus_per_engine
     for name, slots in free.items():
         if len(slots) >= size:
             return _place(hosts[name], [slots.pop(0) for _ in range(size)])
@@ -301,11 +307,8 @@ def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], optio
         while sum(hosts[name].slots for name in taken) < size and first + len(taken) < len(names):
             taken.append(names[first + len(taken)])
         whole = all(len(free[name]) == hosts[name].slots for name in taken)
-        if (
-            whole
-            and sum(hosts[name].slots for name in taken) == size
-            and len({hosts[name].slots for name in taken}) == 1
-        ):
+        sizes = [hosts[name].slots for name in taken]
+        if whole and sum(sizes) == size and len(set(sizes)) == 1:
             parts = [_place(hosts[name], free[name]) for name in taken]
             free.update({name: [] for name in taken})
             return _place(hosts[taken[0]], parts[0].slots, tuple(parts[1:]))

@@ -69,8 +69,11 @@ def test_plan_marks_groups_across_hosts(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 0
     out = capsys.readouterr().out
     assert "engine   0      c     0-1" in out
-    assert "tp     0,1  inside a" in out
-    assert "pp     0,4  over 2 hosts: a, b" in out
+    assert "tp:    4 groups of 2, stride 1, each inside one host\n" in out
+    assert "pp:    4 groups of 2, stride 4, each over 2 hosts\n" in out
+    assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--groups"]) == 0
+    out = capsys.readouterr().out
+    assert "tp     0,1  on a\n" in out and "pp     0,4  on a, b\n" in out
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=1\n")
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 2
     assert "engines of --rollout-num-gpus-per-engine 2 slots do not fit" in capsys.readouterr().err

@@ -155,7 +155,8 @@ complete -o filenames -F _hpcrl hpcrl
 
 def _fish(found: Mapping[str, Completed], summary: str) -> str:
     """One `complete` for each command and option."""
-    said = _summaries(summary)
+    rows = [re.match(r"  hpcrl (\w+)\b.*?  +(\S.*)", line) for line in summary.splitlines()]
+    said = {row[1]: row[2] for row in reversed(rows) if row}
     lines = [
         f"complete -c hpcrl -n __fish_use_subcommand -f -a {name} -d {shlex.quote(said.get(name, ''))}"
         for name in found
@@ -163,10 +164,9 @@ def _fish(found: Mapping[str, Completed], summary: str) -> str:
     ]
     takers = [name for name, each in found.items() if each.options]
     for flag, choices, text in _flags():
-        lines += [
-            f"complete -c hpcrl {inside} -l {flag.removeprefix('--')}{_values(choices)} -d {_quoted(text)}"
-            for inside in _after(takers)
-        ]
+        quoted = "'" + text[:80].replace("\\", "\\\\").replace("'", "\\'") + "'"  # fish escapes both within quotes
+        of = f"-l {flag.removeprefix('--')}{_values(choices)} -d {quoted}"
+        lines += [f"complete -c hpcrl {inside} {of}" for inside in _after(takers)]
     for name, each in found.items():
         of = f"complete -c hpcrl {_after([name])[0]}"
         lines += [f"{of} -l {flag.removeprefix('--')}{_values(choices)}" for flag, choices in each.flags.items()]
@@ -187,14 +187,3 @@ def _after(names: Sequence[str]) -> list[str]:
 
 def _values(choices: Sequence[str]) -> str:
     return f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
-
-
-def _quoted(text: str) -> str:
-    """As fish reads it: within single quotes a backslash escapes both."""
-    return "'" + text[:80].replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _summaries(summary: str) -> dict[str, str]:
-    """Command -> what hpcrl --help says of it."""
-    rows = [re.match(r"  hpcrl (\w+)\b.*?  +(\S.*)", line) for line in summary.splitlines()]
-    return {row[1]: row[2] for row in reversed(rows) if row}

@@ -132,7 +132,8 @@ def recipe_for(what: Path, overrides: Mapping[str, Any]) -> tuple[Recipe, dict[s
     """
     if what.suffix == ".toml":
         recipe = load_recipe(what)
-        stage = _stage_of(recipe)
+        evaluating = [stage for stage in recipe.stages if "eval_interval" in recipe.values | stage.values]
+        stage = (evaluating or recipe.stages)[-1]
         overrides = _flags_for(recipe, stage, overrides)
         return _of_recipe(recipe, stage, overrides), overrides
     if not what.is_dir():
@@ -144,12 +145,6 @@ def recipe_for(what: Path, overrides: Mapping[str, Any]) -> tuple[Recipe, dict[s
             overrides
         )
     return _of_checkpoint(as_given(what), overrides), dict(overrides)
-
-
-def _stage_of(recipe: Recipe) -> Stage:
-    """The last stage that evaluates, or else the last."""
-    evaluating = [stage for stage in recipe.stages if "eval_interval" in recipe.values | stage.values]
-    return (evaluating or recipe.stages)[-1]
 
 
 def _flags_for(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,12 +211,9 @@ def _changed(path: Path) -> dict[str, Any]:
         said = Options.model_validate_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}", "name its checkpoint, and give --hf-checkpoint") from error
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in Options.model_fields.items()}
     plain = json.loads(said.model_dump_json())
-    return {name: value for name, value in plain.items() if getattr(said, name) != _default(name)}
-
-
-def _default(name: str) -> Any:
-    return Options.model_fields[name].get_default(call_default_factory=True)
+    return {name: value for name, value in plain.items() if getattr(said, name) != defaults[name]}
 
 
 # ---- the recipe that is made of it

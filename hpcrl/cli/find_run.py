@@ -65,19 +65,12 @@ def find_run(word: str) -> Run:
 def all_runs() -> list[Path]:
     """The runs that the registry knows, and those in ./runs."""
     roots = {path.resolve(): path for path in known_runs()}
-    for path in _children(as_given("runs")):
-        with contextlib.suppress(OSError):
-            if is_run(path):
-                roots.setdefault(path.resolve(), path)
+    with contextlib.suppress(OSError):  # the directory cannot be read
+        for path in sorted(as_given("runs").iterdir()):
+            with contextlib.suppress(OSError):
+                if is_run(path):
+                    roots.setdefault(path.resolve(), path)
     return sorted(roots.values())
-
-
-def _children(folder: Path) -> list[Path]:
-    """What is in a directory; nothing if it cannot be read."""
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
 
 
 # ---- what is known of it

@@ -51,7 +51,8 @@ def init(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     folder = write_folder(Path(args.name), args.task, args.model)
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n")
-    print(f"cd {shlex.quote(args.name)}\n{_tested(folder)}\nhpcrl run")
+    tests = "\n".join(f"python {path.name}" for path in sorted(folder.glob("test_*.py")))
+    print(f"cd {shlex.quote(args.name)}\n{tests}\nhpcrl run")
     if lacking := not_installed(args.task):
         print(
             f"hpcrl: note: to run it, install {', '.join(lacking)}: pip install 'hpcrl[gpu]' with GPUs, "
@@ -110,10 +111,6 @@ def _quoted(text: str) -> str:
 
 def _line(key: str, value: str) -> str:
     return f"{key} = {value}" if value != "leave out" else "# nothing is to be prepared for a model that is there"
-
-
-def _tested(folder: Path) -> str:
-    return "\n".join(f"python {path.name}" for path in sorted(folder.glob("test_*.py")))
 
 
 def not_installed(task: str) -> list[str]:

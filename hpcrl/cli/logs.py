@@ -130,9 +130,9 @@ def logs_of(run: Run) -> list[RoleLog]:
         if name.endswith((".out", ".log", ".err"))
     ]
     for stage in run.stages:
-        for name in sorted(entries(stage.root / "logs"), key=_number):
-            if name.startswith("attempt-") and (attempt := count_of(name[8:])) is not None:
-                found += _roles(stage, attempt, host, entries(stage.root / "logs" / name))
+        names = {count_of(name[8:]): name for name in entries(stage.root / "logs") if name.startswith("attempt-")}
+        for attempt in sorted(number for number in names if number is not None):
+            found += _roles(stage, attempt, host, entries(stage.root / "logs" / names[attempt]))
     return found
 
 
@@ -168,10 +168,6 @@ def _host(plan: dict[str, Any], role: str, index: int, part: int = 0) -> str:
         return str((place["also"][part - 1] if part else place)["host"])
     except (KeyError, IndexError, TypeError):
         return ""
-
-
-def _number(name: str) -> tuple[int, str]:
-    return count_of(re.sub("[^0-9]", "", name)) or 0, name
 
 
 def latest(every: Iterable[RoleLog]) -> list[RoleLog]:

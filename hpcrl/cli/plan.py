@@ -2,7 +2,7 @@
 
 Invariant: nothing is written and nothing is started.  What the run would refuse is refused here, by the same checks;
 but a plan may be made where the files of the run are not, so what `plan` does not find is a note.
-A trainer that does not fit its GPUs is an error, after the whole plan, with what makes it fit.
+The last line says whether the run fits its GPUs; a trainer that does not is an error, with what makes it fit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
 from hpcrl.plan import Host, Plan, hosts_kept, local_hosts, make_plan
 from hpcrl.planning.formulas.gpu_specs import DEFAULT, named
-from hpcrl.planning.memory.report import memory_lines, refuse_misfit
+from hpcrl.planning.memory.report import memory_lines, refuse_misfit, verdict
 from hpcrl.planning.memory.weight_update import LINK, predict, update_lines
 from hpcrl.rollout.prompts.first_rows import look_at
 from hpcrl.run.gpu_environment import for_this_machine
@@ -44,6 +44,7 @@ usage: hpcrl plan [RECIPE.toml] [--hostfile FILE] [--option value ...]
        hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
+  --groups           every process and every parallel group, with its ranks and hosts
   --gpu NAME         the GPUs, for their memory (docs/memory.md lists them); default: h100-sxm
   --gpu-memory GIB   what a GPU has; default: that of --gpu
   --host-memory GIB  what a host has for the run: more is refused; default: a warning above 2000
@@ -53,8 +54,10 @@ Memory is estimated where config.json of --hf-checkpoint can be read. Options ar
 it is recipe.toml of this directory, as there. Of arguments that cannot all be honoured, the plan of the others is
 shown, then what is wrong."""
 
+TABLE = 12  #: lines of the table of processes
 OWN = {
     "hostfile": Kind("str"),
+    "groups": Kind("bool"),
     "gpu": Kind("str"),
     "gpu-memory": Kind("float", bounds="> 0"),
     "host-memory": Kind("float", bounds="> 0"),
@@ -71,29 +74,28 @@ def plan(argv: list[str]) -> int:
         return 0
     overrides, own, words = parse_flags(before, OWN)
     word = choose_recipe(words, arguments, "hpcrl plan")
-    hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
+    hosts = None
+    if "hostfile" in own:
+        from hpcrl.launch.mpi.hostfile import read_hostfile
+
+        found = read_hostfile(own["hostfile"])
+        hosts = list(found.hosts)
+        for note in found.notes:
+            print(f"hpcrl: note: {note}", file=sys.stderr)
     memory = own.get("gpu-memory", named(own.get("gpu", DEFAULT)).memory)
+    every = bool(own.get("groups"))
     card = GpuCard(memory, own.get("link-rate", LINK), own.get("host-memory"))
     if arguments is None:
-        show(load_recipe(word), overrides, hosts, card)
+        show(load_recipe(word), overrides, hosts, card, every)
         return 0
     recipe, refused = recipe_and_refusals(arguments, overrides)
     try:
-        show(recipe, overrides, hosts, card)
+        show(recipe, overrides, hosts, card, every)
     except UsageError:
         if not refused:  # else they tell, among what is wrong, the rules that the rest breaks
             raise
     raise_together(refused)
     return 0
-
-
-def _hosts(file: str) -> list[Host]:
-    from hpcrl.launch.mpi.hostfile import read_hostfile
-
-    found = read_hostfile(file)
-    for note in found.notes:
-        print(f"hpcrl: note: {note}", file=sys.stderr)
-    return list(found.hosts)
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,15 @@ class GpuCard:
     host: float | None
 
 
-def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: GpuCard) -> None:
-    """Print the plan of every stage, the memory that it takes on such cards, and what a weight update moves."""
+def show(
+    recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: GpuCard, every: bool = False
+) -> None:
+    """Print the plan of every stage, the memory that it takes on such cards, what a weight update moves, and whether
+    all of it fits.
+
+    Args:
+        every: with each process and each group.
+    """
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     refuse_settings(options, lambda o: hosts or local_hosts(o), packages=False)
     look_at(options)
@@ -123,7 +132,7 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan", kept=hosts_kept(options))
         title = f"# stage {stage.name}\n" if stage.name else ""
-        print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
+        print(f"{title}{made.table(None if every else TABLE)}\n\n{describe(resolved, made, every)}\n")
         print("\n".join(_estimates(resolved, made, card)) + "\n")
     raise_together([wrong for resolved in options for wrong in failures([partial(_refuse, card)], resolved)])
 
@@ -134,9 +143,10 @@ def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
         config = read_config(options.hf_checkpoint or "")
         family = find_family(config, options.hf_checkpoint or "")
         lines = list(memory_lines(options, family, config, card.memory, card.host))
+        last = verdict(options, family, config, card.memory, lines)
         if made.engines and not options.debug_rollout_only:
             lines += ["", *update_lines(predict(options, family, config, made, card.link))]
-        return lines
+        return [*lines, "", last] if last else lines
     except DataError as error:
         return [f"memory: not estimated: {error.what}"]
 

@@ -24,7 +24,16 @@ from hpcrl.plan import local_hosts
 from hpcrl.planning.formulas.engine_memory import engine_terms
 from hpcrl.planning.formulas.training_memory import GIB
 from hpcrl.planning.rehearsal.on_node import on_node
-from hpcrl.planning.rehearsal.problems import cache_line, engine_line, findings, lines, of_cache, of_engine, unshown
+from hpcrl.planning.rehearsal.problems import (
+    cache_line,
+    engine_line,
+    findings,
+    lines,
+    of_cache,
+    of_engine,
+    unshown,
+    verdict,
+)
 from hpcrl.planning.rehearsal.ranks import distinct, named
 from hpcrl.planning.rehearsal.runner import asking_engine, run_ranks
 from hpcrl.planning.rehearsal.site_gpu import memory_of_card, memory_of_engines
@@ -111,4 +120,6 @@ def _stage(options: Options, gpu: float, engines: float, which: str | None, at_o
     faults = findings(options, family, config, reports, gpu)
     if asked:
         faults += of_engine(asked) + of_cache(options, cache, asked)
+    if not faults and shown:
+        print(verdict(options, [report for report in reports if not report.error], gpu))
     return [UsageError(found.what, found.hint) for found in faults]

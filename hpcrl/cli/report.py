@@ -42,7 +42,11 @@ def report(argv: list[str]) -> int:
     if args.trace:
         if len(runs) > 1:
             parser.error("--trace is of one run")
-        _write(args.output, runs[0].root / "trace.json", _trace(runs[0]), runs[0])
+        recorded = read_run(runs[0])
+        if not recorded.launchers:
+            raise UsageError(f"{runs[0].root} has no timeline", "it has not begun")
+        text = json.dumps(trace(recorded.tracks, runs[0].root.name), separators=(",", ":")) + "\n"
+        _write(args.output, runs[0].root / "trace.json", text, runs[0])
         return 0
     if len(runs) > 1:
         _write(args.output, Path("comparison.html"), _compared_page(runs), *runs)
@@ -50,18 +54,6 @@ def report(argv: list[str]) -> int:
     run = runs[0]
     _write(args.output, run.root / "report.html", run_page(run), run)
     return 0
-
-
-def _trace(run: Run) -> str:
-    """The timeline of every process in the trace event format.
-
-    Raises:
-        UsageError: if the run has none.
-    """
-    recorded = read_run(run)
-    if not recorded.launchers:
-        raise UsageError(f"{run.root} has no timeline", "it has not begun")
-    return json.dumps(trace(recorded.tracks, run.root.name), separators=(",", ":")) + "\n"
 
 
 def _several(words: Sequence[str]) -> list[Run]:

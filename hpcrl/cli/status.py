@@ -21,7 +21,7 @@ from hpcrl.utils.arguments import RUN, Parser
 from hpcrl.utils.plain_text import strip_control
 
 if TYPE_CHECKING:
-    from hpcrl.report.terminal import LivePage
+    pass
 
 EVERY = 1.0  #: seconds between looks
 #: what `watch` ends with
@@ -86,7 +86,9 @@ def watch(argv: list[str]) -> int:
 
 def watch_run(root: Path) -> int:
     """Follow a run until it has ended; the exit status that `watch` has."""
-    with _view() as view:
+    from hpcrl.report.terminal import LivePage
+
+    with LivePage(sys.stdout) if on_terminal(sys.stdout) else Lines() as view:
         jobs = Jobs([Run(root)])
         asked = time.monotonic()
         ending = Ending()
@@ -99,14 +101,6 @@ def watch_run(root: Path) -> int:
             if ending.sure(found):
                 return EXIT[found.phase]
             time.sleep(EVERY)
-
-
-def _view() -> LivePage | Lines:
-    if not on_terminal(sys.stdout):
-        return Lines()
-    from hpcrl.report.terminal import LivePage
-
-    return LivePage(sys.stdout)
 
 
 class Lines:

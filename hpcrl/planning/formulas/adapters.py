@@ -6,7 +6,8 @@ with experts all are taken to be like the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +15,18 @@ from hpcrl.models.family import Config, Family, Rule
 from hpcrl.models.lora.matrices import AdaptedMatrix, adapted
 from hpcrl.models.lora.settings import LoraSettings
 
-_LAST = 4  #: models, and settings of them, whose matrices are kept
-
 
 def matrices_by_name(family: Family, config: Config, settings: LoraSettings) -> dict[tuple[str, ...], AdaptedMatrix]:
     """The matrices with an adapter, by the Hugging Face tensors that they are made of."""
-    return _matrices(_ByIdentity(family), _ByIdentity(config), settings)
+    return _matrices(family.tensors, json.dumps(config), settings)
+
+
+@lru_cache(4)  # each stage of a pipeline asks for those of the whole model
+def _matrices(
+    tensors: Callable[[Config], Any], config: str, settings: LoraSettings
+) -> dict[tuple[str, ...], AdaptedMatrix]:
+    first = [(name, rule) for name, rule in tensors(json.loads(config)) if rule.expert in (None, 0)]
+    return {matrix.base.hf: matrix for matrix in adapted(first, settings)}
 
 
 def elements(matrix: AdaptedMatrix, shape: tuple[int, ...]) -> int:
@@ -38,27 +45,3 @@ def of_layer(
         if (matrix := known.get(rule.filled(layer, expert).hf)) is not None:
             found.append((rule, matrix))
     return found
-
-
-class _ByIdentity:
-    """Something that what is made of it can be kept for."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-@lru_cache(_LAST)
-def _matrices(family: _ByIdentity, config: _ByIdentity, settings: LoraSettings) -> dict[tuple[str, ...], AdaptedMatrix]:
-    return {matrix.base.hf: matrix for matrix in adapted(_tensors(family, config), settings)}
-
-
-@lru_cache(_LAST)
-def _tensors(family: _ByIdentity, config: _ByIdentity) -> list[tuple[str, Rule]]:
-    """Of a model with its first expert alone."""
-    return [(name, rule) for name, rule in family.value.tensors(config.value) if rule.expert in (None, 0)]

@@ -122,7 +122,8 @@ def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatro
     fields = family.transformer(config)
     layers = stage_layers(fields["num_layers"], layout, stage, megatron)
     kinds = layer_kinds(fields)
-    each = {kind: _layer(family, config, layout, kind) for kind in {kinds[layer] for layer in layers}}
+    used = {kinds[layer] for layer in layers}
+    each = {kind: _of_rules(layer_rules(family, fields, kind), config, fields, layout) for kind in used}
     found = [each[kinds[layer]] for layer in layers]
     heads = [_of_rules(head_rules(family, fields), config, fields, layout)] * layout.heads * (stage == layout.pp - 1)
     found += heads if layout.trains_heads else []
@@ -178,11 +179,6 @@ def _ends(config: Config, fields: Mapping[str, Any], layout: Layout, stage: int)
     last = stage == layout.pp - 1
     output = last and not (tied(config) and layout.pp == 1)  # on a separate last stage, a tied one is a copy
     return (width if stage == 0 else 0) + (width if output else 0) + (fields["hidden_size"] if last else 0)
-
-
-def _layer(family: Family, config: Config, layout: Layout, kind: LayerKind) -> Count:
-    fields = family.transformer(config)
-    return _of_rules(layer_rules(family, fields, kind), config, fields, layout)
 
 
 def _of_rules(rules: Iterable[Rule], config: Config, fields: Mapping[str, Any], layout: Layout) -> Count:

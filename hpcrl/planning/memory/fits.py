@@ -18,7 +18,7 @@ from hpcrl.errors import UsageError
 from hpcrl.groups import planned
 from hpcrl.models.family import Config, Family
 from hpcrl.planning.formulas.activations import longest_sample, tokens_per_gpu
-from hpcrl.planning.formulas.training_memory import GIB, MemoryTerms, fullest_rank
+from hpcrl.planning.formulas.training_memory import GIB, fullest_rank
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: flags, and the options that they make of others; None where they would change nothing
@@ -46,14 +46,9 @@ def misfit(options: Options, family: Family, config: Config, gpu: float) -> Misf
     if terms.total <= gpu * GIB:
         return None
     taken = f"{terms.total / GIB:.0f} of {gpu:g} GiB in {terms.fullest}"
-    what = f"a trainer rank takes {taken}; {heaviest(terms)} weigh most"
+    lessened = ("weights", "gradients", "optimizer", "activations", "one layer", "logits", "weight update")  # by a flag
+    what = f"a trainer rank takes {taken}; {max(lessened, key=lambda name: terms.gpu[name])} weigh most"
     return Misfit(what, cheapest(options, family, config, gpu), terms.total - terms.allowed > gpu * GIB)
-
-
-def heaviest(terms: MemoryTerms) -> str:
-    """The term that weighs most of those that a flag can lessen."""
-    own = ("weights", "gradients", "optimizer", "activations", "one layer", "logits", "weight update")
-    return max(own, key=lambda name: terms.gpu[name])
 
 
 def cheapest(options: Options, family: Family, config: Config, gpu: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
+from hpcrl.groups import planned
 from hpcrl.models.family import Config, Family
 from hpcrl.planning.formulas.engine_memory import EngineTerms, engine_terms, share, utilization
 from hpcrl.planning.formulas.parameters import adapter_parameters
@@ -53,17 +54,17 @@ def memory_lines(
         yield f"  of both on one GPU while {_list_terms(turns(options, trainer, engine))}"
     taken = on_host(options, trainer, engine)
     yield f"  host, for {options.actor_num_gpus_per_node} ranks: {_sum(taken)}"
-    if (resumed := most_resumed(options, family, config)) > gpu * GIB and options.bf16:
-        yield (
-            f"warn: a run that resumes takes {resumed / GIB:.0f} of {gpu:g} GiB while Transformer Engine's "
-            "Adam is loaded (docs/memory.md)"
-        )
     if host is None and (lacks := host_misfit(options, family, config, gpu, HOST)):
         yield f"warn: {lacks.what}: {advice(lacks, 'hosts')}, or give --host-memory if hosts have more"
     found = misfit(options, family, config, gpu)
     if found and not found.certain:
         yield f"warn: {found.what}; without allowances for CUDA and NCCL it fits: {advice(found)}"
     yield from warnings(options, trainer, engine, gpu)
+    if (resumed := most_resumed(options, family, config)) > gpu * GIB and options.bf16:
+        yield (
+            f"warn: a run that resumes takes {resumed / GIB:.0f} of {gpu:g} GiB while Transformer Engine's "
+            "Adam is loaded (docs/memory.md)"
+        )
 
 
 def refuse_misfit(options: Options, family: Family, config: Config, gpu: float, host: float | None = None) -> None:
@@ -71,9 +72,37 @@ def refuse_misfit(options: Options, family: Family, config: Config, gpu: float, 
     GiB."""
     found = misfit(options, family, config, gpu)
     if found and found.certain:
-        raise UsageError(f"{found.what} (docs/memory.md)", advice(found))
+        raise UsageError(f"does not fit: {found.what} (docs/memory.md)", advice(found))
     if host is not None and (found := host_misfit(options, family, config, gpu, host)):
-        raise UsageError(f"{found.what} (docs/memory.md)", advice(found, "hosts"))
+        raise UsageError(f"does not fit: {found.what} (docs/memory.md)", advice(found, "hosts"))
+
+
+def verdict(options: Options, family: Family, config: Config, gpu: float, lines: list[str]) -> str:
+    """The last line of a plan: whether everything fits, and how full the fullest GPU is.
+
+    Args:
+        lines: of `memory_lines`; the first warning is taken out, since this line repeats it.
+
+    Returns:
+        "" where `refuse_misfit` has the last word.
+    """
+    trainer = fullest_rank(options, family, config)
+    rank = f"rank {planned(options)['pp'][0][trainer.stage]}"
+    if not options.bf16:
+        return f"{trainer.total / GIB:.1f} GiB in the fullest process ({rank}); in fp32 it is on a CPU"
+    if (found := misfit(options, family, config, gpu)) and found.certain:
+        return ""
+    if warned := next((line for line in lines if line.startswith("warn: ")), ""):
+        lines.remove(warned)
+        return warned.replace("warn:", "does not fit:", 1)
+    sizes = {} if options.debug_rollout_only else {rank: trainer.total}
+    if options.num_engines:
+        engine = engine_terms(options, family, config, gpu * GIB)
+        sizes["engine 0"] = engine.total
+        if options.takes_turns:
+            sizes = {f"{rank} and an engine": max(turns(options, trainer, engine).values())}
+    fullest = max(sizes, key=lambda name: sizes[name])
+    return f"fits: {sizes[fullest] / GIB:.1f} of {gpu:g} GiB on the fullest GPU ({fullest})"
 
 
 def advice(found: Misfit, of: str = "GPUs") -> str:

@@ -76,25 +76,9 @@ class Gathered:
 
 @dataclass(frozen=True)
 class AdapterUpdate:
-    """An update of an adapter alone.
-
-    Attributes:
-        bytes: of its tensors, once.
-        link: the rate of a card's link in Gb/s.
-    """
+    """An update of an adapter alone: the bytes of its tensors, once."""
 
     bytes: int
-    link: float
-
-    @property
-    def seconds(self) -> float:
-        """What a link needs for all of it once."""
-        return self.bytes * 8 / (self.link * GB)
-
-
-def adapter_bytes(options: Options, family: Family, config: Config) -> int:
-    """Of an adapter's tensors, each once."""
-    return adapter_parameters(options, family, config) * (2 if options.bf16 else 4)
 
 
 def predict(
@@ -111,7 +95,7 @@ def predict(
     from hpcrl.weights.update_backend import route  # imports ZeroMQ, which a dry run does not need
 
     if served_as(options, family, config) == "adapter":
-        return AdapterUpdate(adapter_bytes(options, family, config), link)
+        return AdapterUpdate(adapter_parameters(options, family, config) * (2 if options.bf16 else 4))
     found = route(options, plan, cpu=not options.bf16)
     if found.gathered is not None:
         return Gathered(found.transfer, found.gathered, _bytes(options, family, config), link)

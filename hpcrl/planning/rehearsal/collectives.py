@@ -15,9 +15,17 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.planning.rehearsal.phases import LOGPROBS, TRAINS
 from hpcrl.planning.rehearsal.ranks import Boundary
 
+#: the phases of a rehearsed step, in order, by the names that reports and tables have for them
+START = "start"
+RESUME = "resume"
+LOGPROBS = "log-probs"
+TRAINS = "forward and backward"
+STEP = "optimizer step"
+SAVE = "save"
+UPDATE = "weight update"
+PHASES = (START, RESUME, LOGPROBS, TRAINS, STEP, SAVE, UPDATE)
 #: whose bytes depend on what each rank has for the others
 UNEVEN = ("alltoall_base_", "alltoall_")
 #: (operation, phases): whose bytes depend on how many of a rank's rows are trained on
@@ -67,9 +75,10 @@ class Recorder:
 
     def record(self, func: Any, args: Sequence[Any]) -> None:
         """One of torch's `c10d` operations, as it is called."""
-        import torch.distributed as dist
+        from torch import ScriptObject, distributed
 
-        group = next((dist.ProcessGroup.unbox(each) for each in args if isinstance(each, _script_object())), None)
+        groups = (distributed.ProcessGroup.unbox(each) for each in args if isinstance(each, ScriptObject))
+        group = next(groups, None)
         if group is None:
             return
         ranks = self._ranks(group)
@@ -91,12 +100,6 @@ class Recorder:
             world = dist.distributed_c10d._world
             self._groups.update((called, tuple(world.pg_group_ranks[each])) for each, called in world.pg_names.items())
         return self._groups.get(name, ())
-
-
-def _script_object() -> type:
-    import torch
-
-    return torch.ScriptObject
 
 
 def _tensors(values: Any) -> Iterator[Any]:

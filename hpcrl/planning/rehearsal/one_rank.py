@@ -21,11 +21,10 @@ import torch.distributed as dist
 from hpcrl.config.options import Options
 from hpcrl.groups import planned
 from hpcrl.planning.rehearsal.batch import micro_batches, rehearsed, share_of
-from hpcrl.planning.rehearsal.collectives import Recorder
+from hpcrl.planning.rehearsal.collectives import LOGPROBS, PHASES, RESUME, SAVE, START, STEP, TRAINS, UPDATE, Recorder
 from hpcrl.planning.rehearsal.device import FakeDevice, join
 from hpcrl.planning.rehearsal.files_and_weights import export, load_nothing
 from hpcrl.planning.rehearsal.live_bytes import DeviceBytes
-from hpcrl.planning.rehearsal.phases import LOGPROBS, PHASES, RESUME, SAVE, START, STEP, TRAINS, UPDATE
 from hpcrl.planning.rehearsal.reports import RankReport
 from hpcrl.transport.share_format import Share
 

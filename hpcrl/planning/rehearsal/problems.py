@@ -15,8 +15,7 @@ from hpcrl.planning.formulas.engine_memory import WORKING, EngineTerms
 from hpcrl.planning.formulas.nccl_memory import nccl_bytes
 from hpcrl.planning.formulas.training_memory import CUDA, GIB
 from hpcrl.planning.memory.fits import cheapest
-from hpcrl.planning.rehearsal.collectives import differing, totals, unlike_messages
-from hpcrl.planning.rehearsal.phases import PHASES, RESUME
+from hpcrl.planning.rehearsal.collectives import PHASES, RESUME, differing, totals, unlike_messages
 from hpcrl.planning.rehearsal.ranks import boundaries, like, same_rows, stages
 from hpcrl.planning.rehearsal.reports import EngineReport, RankReport
 
@@ -48,12 +47,20 @@ def findings(
         if size + allowed > gpu * GIB:
             change = cheapest(options, family, config, gpu)
             what = (
-                f"rank {report.rank} of stage {report.stage} takes {size / GIB:.1f} GiB in {phase} and "
+                f"does not fit: rank {report.rank} of stage {report.stage} takes {size / GIB:.1f} GiB in {phase} and "
                 f"{allowed / GIB:.1f} for CUDA and NCCL, a GPU has {gpu:g}"
             )
             found.append(RehearsalFault(what, f"give {change}" if change else "give the trainer more GPUs"))
             break
     return found
+
+
+def verdict(options: Options, reports: Sequence[RankReport], gpu: float) -> str:
+    """The last line of a rehearsal in which nothing was wrong."""
+    ((report, _, size), *_) = _fullest(reports)
+    return (
+        f"fits: {(size + CUDA + nccl_bytes(options)) / GIB:.1f} of {gpu:g} GiB on the fullest GPU (rank {report.rank})"
+    )
 
 
 def unshown(reports: Sequence[RankReport]) -> list[str]:

@@ -19,6 +19,7 @@ from hpcrl.errors import UsageError
 from hpcrl.models.family import find_family
 from hpcrl.models.files import fp8
 from hpcrl.models.lora.settings import lora_settings
+from hpcrl.plan import Host, make_plan
 from hpcrl.planning.formulas.activations import logits_bytes, longest_sample, micro_batches, tokens_per_gpu
 from hpcrl.planning.formulas.engine_memory import (
     engine_terms,
@@ -36,13 +37,14 @@ from hpcrl.planning.formulas.parameters import Count, Layout, on_stage, stage_la
 from hpcrl.planning.formulas.training_memory import BAND, GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
 from hpcrl.planning.memory.fits import misfit
 from hpcrl.planning.memory.host_fits import on_host, put_away
-from hpcrl.planning.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, refuse_misfit, turns
+from hpcrl.planning.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, refuse_misfit, turns, verdict
 from tests.config.slime.guides import GUIDES
 from tests.support.published_models import MODELS
 from tests.support.small_recipes import IN_FP8
 from tests.support.small_recipes import RECIPES as EXAMPLES
 
 ROOT = Path(__file__).parents[3]
+SHIPPED = ROOT / "examples"
 #: parameters in billions, as the models' own pages and files say; GLM-4.5 without its layer for further tokens
 PUBLISHED = {
     "Qwen2.5-0.5B": 0.494, "Qwen2.5-7B": 7.616, "Qwen3-0.6B": 0.596, "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-32B": 32.76,
@@ -250,7 +252,10 @@ def test_allowances_alone_only_warn() -> None:
     terms = fullest_rank(guide(name), family, config)
     gpu = (terms.total - terms.allowed / 2) / GIB
     assert refused(guide(name), family, config, gpu) == ""
-    assert any(line.startswith("warn: a trainer rank takes") for line in memory_lines(guide(name), family, config, gpu))
+    lines = list(memory_lines(guide(name), family, config, gpu))
+    assert any(line.startswith("warn: a trainer rank takes") for line in lines)
+    last = verdict(guide(name), family, config, gpu, lines)
+    assert last.startswith("does not fit: a trainer rank takes") and last.split(": ", 1)[1] not in "".join(lines)
 
 
 def test_communicators_of_a_layout() -> None:
@@ -501,13 +506,33 @@ def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         and "host, for 2 ranks: " in said
         and "warn" not in said
     )
+    assert said.strip().endswith("GPU (engine 0)")
     assert main(["plan", "--gpu-memory", "30", "--", *words]) == 2, "it does not fit"
     found = capsys.readouterr()
-    assert "trainer rank: " in found.out and "trainer rank takes 45 of 30 GiB" in found.err
+    assert "trainer rank: " in found.out and "takes 45 of 30 GiB" in found.err and "does not fit: " in found.err
     assert "give --optimizer-cpu-offload" in found.err
     unknown = [word.replace("Qwen3-4B", "mine") for word in GUIDES["Qwen3-4B, 2 + 6"][0]]
     assert main(["plan", "--", *unknown]) == 0
     assert "memory: not estimated: --hf-checkpoint /scratch/mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*gpu*.toml")))
+def test_plans_of_recipes_are_short(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """40 lines at most, of which the last says whether the run fits."""
+    nodes = {"64": "8x8", "16": "2x8", "8": "1x8", "4": "1x4"}
+    (file,) = (f"{shape}.txt" for gpus, shape in nodes.items() if f"-{gpus}gpu" in name)
+    assert main(["plan", str(SHIPPED / f"{name}.toml"), "--hostfile", str(SHIPPED.parent / "hostfiles" / file)]) == 0
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert len(lines) <= 40
+    assert lines[-1].startswith("fits: ") and " of 80 GiB on " in lines[-1]
+
+
+def test_a_large_plan_is_folded() -> None:
+    options = Options(actor_num_nodes=64, rollout_num_gpus=8)
+    plan = make_plan(options, [Host(f"n{number}", 8) for number in range(65)], "run")
+    whole, folded = plan.table().splitlines(), plan.table(12).splitlines()
+    assert len(folded) == 12 and folded[:9] == whole[:9] and folded[-2:] == whole[-2:]
+    assert folded[9] == f"... {len(whole) - 11} more lines"
 
 
 def test_every_stage_of_a_pipeline_is_looked_at() -> None:

@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.planning.rehearsal.collectives import differing
-from hpcrl.planning.rehearsal.phases import PHASES
+from hpcrl.planning.rehearsal.collectives import PHASES, differing
 from hpcrl.planning.rehearsal.ranks import same_rows, stages
 from hpcrl.planning.rehearsal.reports import RankReport
 from tests.support import families

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.planning.rehearsal.phases import PHASES
+from hpcrl.planning.rehearsal.collectives import PHASES
 from tests.support import families, real_memory
 from tests.support.ranks import on_fake_device, run_ranks
 
