@@ -70,8 +70,6 @@ MOST = 40  #: files in one folder
 #: modules that read files past utils/untrusted_files.py, and what they read: nothing that lies in a run directory, or that a
 #: user names
 READERS = {
-    "config/slime/launcher.py": "inside the sandbox, what the script itself wrote",
-    "config/slime/launcher_values.py": "inside the sandbox, the script itself",
     "utils/untrusted_files.py": "the one reader",
     "trainer/checkpoint/forked_writer.py": "/proc",
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
@@ -117,7 +115,6 @@ WRITERS = {
     "doctor/selftest/whole_run.py": "a recipe and a log in a scratch directory",
     "cli/import_script.py": "a scratch directory",
     "config/slime/launcher.py": "inside the sandbox, which ends with it",
-    "config/slime/launcher_values.py": "inside the sandbox, which ends with it",
     "sandbox/slime_script.py": "a scratch directory",
     "trainer/checkpoint/copy_files.py": "parts of a copy in memory, and of a checkpoint; their index comes last",
     "trainer/checkpoint/save_load.py": "a probe",

@@ -25,14 +25,18 @@ GROUP = "torch ends it after --distributed-timeout-minutes, or the group's own l
 WATCHED = "who asked for it has a deadline, and ends the process"
 OWN = "a Transfer waits no longer than its own deadline"
 HERE = "a computation of this command, which waits for nobody"
+SCRIPT = "hpcrl import ends the script, with all that it has started, when its time is over"
 #: (file, call) -> what ends it
 ENDED = {
     ("models/convert/to_fp8.py", "job.result()"): HERE,
     ("models/convert/to_hf.py", "done.result()"): HERE,
     (
         "config/slime/launcher.py",
-        "process.communicate(input=text)",
-    ): "the sandbox ends all that it holds when its time is over",
+        "subprocess.run(command, stdout=subprocess.PIPE if capture_output else None, text=True, check=False)",
+    ): SCRIPT,
+    ("config/slime/launcher.py", "subprocess.run(list(map(str, words)), check=False)"): SCRIPT,
+    ("config/slime/launcher.py", "subprocess.call(command)"): SCRIPT,
+    ("sandbox/slime_script.py", "process.wait()"): "the process was killed before",
     ("launch/node_checks/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
     ("launch/node_checks/one_node.py", "key.data.accept()"): READY,
     ("launch/node_checks/one_node.py", "process.communicate()"): "the process was killed in the line before",

@@ -189,7 +189,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
 def _sandbox() -> Finding:
     """Whether scripts and graders can be confined here."""
     if why := refusal():
-        hint = "hpcrl import runs no script here; on nodes like this one built-in rewards are graded unconfined"
+        hint = "hpcrl import runs only scripts that you trust; on such nodes built-in rewards are graded unconfined"
         return Finding("warn", "", f"the sandbox of scripts and graders: {why}", hint)
     return Finding("ok", "", "scripts that are imported, and built-in rewards, can be confined here")
 

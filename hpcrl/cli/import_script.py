@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +23,15 @@ from hpcrl.sandbox.slime_script import RunScript, run_script
 from hpcrl.utils.plain_text import strip_control
 
 USAGE = """\
-usage: hpcrl import SCRIPT [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
+usage: hpcrl import SCRIPT [NAME=VALUE ...] [--models-dir DIR] [--trust-script] [-- WORDS] > RECIPE.toml
        hpcrl import -- ARGUMENTS > RECIPE.toml
 
   SCRIPT             in bash, or a launcher in Python (.py) that calls execute_train or starts train.py
-  NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me; of a launcher in Python
-                     also its settings: fields of its dataclass, arguments of its main function, flags of argparse
+  NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me
   --models-dir DIR   slime's scripts/models, for a script that does not find it next to itself
+  --trust-script     where no sandbox can be made, run the script without one: what it would start is noted down all the
+                     same, but bash and Python can write your files
+  WORDS              the command line of a launcher in Python
 
 The script runs in a sandbox: of your files it sees its own directory and DIR, read-only; it has no network, no
 terminal and no other process; and what is not a text tool (ray, pkill, ssh, python ...) is noted down, not run. What it
@@ -46,14 +48,13 @@ def import_script(argv: list[str]) -> int:
     if "-h" in before or "--help" in before:
         print(USAGE)
         return 0
-    overrides, own, words = parse_flags(before, {"models-dir": Kind("str"), "help": Kind("bool")}, only=())
+    flags = {"models-dir": Kind("str"), "trust-script": Kind("bool"), "help": Kind("bool")}
+    overrides, own, words = parse_flags(before, flags, only=())
     if overrides:
         raise UsageError(
             f"--{next(iter(overrides)).replace('_', '-')} has no effect here", "write it into the recipe, or after --"
         )
-    if arguments is not None:
-        if words:
-            raise UsageError(f"both a script and arguments: {words[0]}", "give one of them")
+    if arguments is not None and not words:
         program, given = split_program(arguments)
         return _write(
             translate(given, program), name_of(given), "The arguments of train.py, translated by hpcrl import.", ()
@@ -62,7 +63,10 @@ def import_script(argv: list[str]) -> int:
         raise UsageError("no script given", "name it first: hpcrl import SCRIPT > RECIPE.toml")
     variables = dict(map(_variable, words[1:]))
     file = Path(words[0])
-    script = run_script(file, variables, Path(own["models-dir"]) if "models-dir" in own else None)
+    if arguments is not None and file.suffix != ".py":
+        raise UsageError(f"both a script and arguments: {file}", "give one of them; a launcher in Python may have both")
+    models = Path(own["models-dir"]) if "models-dir" in own else None
+    script = run_script(file, variables, models, words=arguments or (), trusted=own.get("trust-script", False))
     about = f"{file.name}, translated by hpcrl import."
     translation, notes = translated(script)
     return _write(translation, name_of_script(file), about, [*script.notes, *notes])
@@ -85,7 +89,7 @@ def translated(script: RunScript) -> tuple[Translation, list[str]]:
     lines = tuple(replace(line, given=_back(line.given, back)) for line in found.lines)
     wrong = tuple(UsageError(_back(error.what, back), _back(error.hint, back)) for error in found.wrong)
     values = {name: back.get(value, value) if isinstance(value, str) else value for name, value in found.values.items()}
-    kept = [path for place, path in back.items() if place in _strings(found.values.values())]
+    kept = [path for place, path in back.items() if place in found.values.values()]
     drafts = values.get("vllm", {}).get("speculative_config", {})
     return replace(found, values=values, lines=lines, wrong=wrong), [
         *(f"{path}: the launcher writes this file itself: write it where the run finds it" for path in kept),
@@ -106,12 +110,6 @@ def _back(text: str, places: Mapping[str, str]) -> str:
     for place, path in places.items():
         text = text.replace(place, path)
     return text
-
-
-def _strings(values: Iterable[object]) -> Iterator[str]:
-    for value in values:
-        if isinstance(value, str):
-            yield value
 
 
 def _variable(word: str) -> tuple[str, str]:

@@ -15,7 +15,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -24,11 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.slime.launcher_calls import FILE, OF_LAUNCHERS, check_known, check_read, depends, installed
 from hpcrl.config.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, unset
 from hpcrl.errors import UsageError
 from hpcrl.sandbox.private_root import RESULTS, View, in_system
-from hpcrl.sandbox.run import Confined, Unconfined, run_confined
+from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import read_given, read_regular
 
@@ -43,17 +44,11 @@ TOOLS = (
 )
 #: commands that other tools start (env, xargs), or bash's exec: they are in PATH as scripts that note themselves down
 NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall nohup timeout"
-#: commands noted down, bytes of one, bytes of a script
-MOST_CALLS = 20_000
-MOST_CALL = 1 << 20
-MOST_SCRIPT = 1 << 20
-#: what runs a launcher in Python
-LAUNCHER = (
-    "launcher.py",
-    "launcher_values.py",
-    "launcher_settings.py",
-    "launcher_source.py",
-)
+MOST_CALLS = 20_000  #: commands noted down
+MOST = 1 << 20  #: bytes of one, or of a script
+#: of these tools and commands, what a script that runs unconfined does not get
+WRITERS = "mkdir mktemp rm tee"
+FILE = "hpcrl-file"  #: a call of this name holds the path and the text of a file that the script wrote and hands over
 ARRAY = "hpcrl-array"  #: a call of this name is a line of flags that ran as a command
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
 #: what bash says of ${NAME:?...} where nothing sets NAME, Python of os.environ["NAME"], and a script itself
@@ -61,13 +56,6 @@ _MISSING = re.compile(
     r"line \d+: (\w+): |KeyError: '(\w+)'|\b([A-Z][A-Z0-9_]+)\b(?: variable)?(?: is| must be|:)? "
     r"(?:not set|unset|not defined|required|empty|set)\b"
 )
-#: where things are inside; neither lies in the other, which is read-only
-_TOOLS_INSIDE = "/hpcrl-import/tools"
-_LAUNCH = (
-    f"import sys; sys.path.insert(0, '{_TOOLS_INSIDE}/lib'); from hpcrl.config.slime.launcher import main; "
-    "del sys.path[0]; main()"
-)
-_PIPED_INSIDE = "/hpcrl-import/script/script.sh"  #: a script that is in no file, such as `<(command)`
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class RunScript:
         arguments: what it got.
         environment: what `ray job submit` would have set for it, and hpcrl does not.
         notes: what else the script did, and why that is needless.
-        files: path -> text of what a launcher in Python wrote, and hands over by its path.
+        files: path -> text of what it wrote to its temporary directory, and hands over by its path.
     """
 
     program: str
@@ -90,23 +78,80 @@ class RunScript:
 
 
 def run_script(
-    path: Path, variables: Mapping[str, str], models: Path | None = None, seconds: float = SECONDS
+    path: Path,
+    variables: Mapping[str, str],
+    models: Path | None = None,
+    seconds: float = SECONDS,
+    words: Sequence[str] = (),
+    trusted: bool = False,
 ) -> RunScript:
-    """Source a script.
+    """Source a script, or run a launcher in Python.
 
     Args:
         variables: environment variables that it gets, besides HOME and USER.
         models: where model files are that it does not find.
+        words: its own command line.
+        trusted: run it unconfined where it cannot be confined.
 
     Raises:
         UsageError: if it cannot be read or confined, does not end, fails, starts no training, or reads a file that
             is hidden from it and might set what it hands over.
     """
     text = _read(path)
+    bash = _tool("bash")
+    if bash is None:
+        raise UsageError("bash is not here, or not in a system directory", "hpcrl import runs the script's own shell")
     with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
         scratch = Path(folder)
-        said = _run(path, text, scratch, variables, models, seconds)
+        tools = _equip(scratch, bash)
+        script = path.resolve()
+        if not script.is_file():  # such as `<(command)`
+            script = tools / "script.sh"
+            script.write_text(text)
+        line = [bash, str(script)]
+        places = [str(tools), str(script), *map(str, _folders(script, models))]
+        packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+        if path.suffix == ".py":
+            python, stdlib = map(os.path.realpath, (sys.executable, sysconfig.get_path("stdlib")))
+            line = [python, "-ISB", f"{tools}/launcher.py", str(script), *words]
+            places += [*interpreter_files(python, stdlib, os.environ.get("HOME", "/")), *packages]
+        environment = {
+            "HOME": os.environ.get("HOME", "/"),
+            "USER": os.environ.get("USER", ""),
+            "LANG": "C.UTF-8",
+            "TYPER_USE_RICH": "0",  # the last line that it writes is the error
+            **variables,
+            "PATH": f"{tools}/bin",
+            "TMPDIR": "/tmp",
+            "BASH_ENV": f"{tools}/prelude.sh",
+            "HPCRL_CALLS": RESULTS,
+            "HPCRL_MODELS": str(next(_models(script, models), "")),
+            "HPCRL_PACKAGES": ":".join(packages),
+        }
+        shown = {place: place for place in places if os.path.exists(place) and not in_system(place)}
+        try:
+            view = View(tuple(shown.items()), str(scratch / "calls"))
+            said = run_confined(line, view, environment, seconds, str(script.parent))
+        except Unconfined as error:
+            if not trusted:
+                hint = "run it elsewhere; with --trust-script, if you trust it; or hpcrl import -- ARGUMENTS"
+                raise UsageError(f"{path} was not run: {error}", hint) from error
+            for name in WRITERS.split():
+                (tools / "bin" / name).unlink(missing_ok=True)
+            here = {"HPCRL_CALLS": str(scratch / "calls"), "TMPDIR": folder}
+            said = _run_trusted(line, {**environment, **here}, seconds, str(script.parent))
         calls = _calls(scratch / "calls")
+    return _outcome(path, text, said, calls, variables, seconds)
+
+
+def _outcome(
+    path: Path, text: str, said: Confined, calls: list[list[str]], variables: Mapping[str, str], seconds: float
+) -> RunScript:
+    """What a script did, by the commands that it has noted down.
+
+    Raises:
+        UsageError: as `run_script`.
+    """
     if missed := next(filter(None, map(missed_file, calls)), None):
         raise UsageError(
             f"{path} reads {strip_control(missed)}, which is there, but which it may not see",
@@ -114,29 +159,21 @@ def run_script(
             "what it reads as well, or name that file's directory with --models-dir",
         )
     if broken := next((call for call in calls if call[0] == ARRAY and len(call) > 2), None):
-        line, flags = _first_line(text, broken[1]), strip_control(" ".join(broken[2:]))[:80]
+        number, flags = _first_line(text, broken[1]), strip_control(" ".join(broken[2:]))[:80]
         raise UsageError(
-            f"{path} line {line}: flags ran as a command of their own: {flags}",
+            f"{path} line {number}: flags ran as a command of their own: {flags}",
             "the line before it lacks a backslash at its end, so train.py does not get them",
         )
     training = [found for call in calls if (found := _training(call))]
     if not training:
-        raise _no_training(path, said, seconds, depends(calls))
+        raise _no_training(path, said, seconds)
     program, arguments, told = training[0]
     environment = told or {}
     files = {call[1]: call[2] for call in calls if call[0] == FILE and len(call) == 3}
-    if path.suffix == ".py":
-        before = calls[: next(place for place, call in enumerate(calls) if _training(call))]
-        check_read(path, calls, variables)
-        check_known(path, before, arguments, environment, files)
-    notes = (
-        ["its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"]
-        if told is None
-        else []
-    )
-    others = [call for call in calls if call[0] not in OF_LAUNCHERS and not _training(call)]
-    more = installed(calls) if path.suffix == ".py" else unset(text, variables)
-    notes += [*notes_of(others, environment), *more]
+    no_json = "its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"
+    notes = [no_json] if told is None else []
+    others = [call for call in calls if call[0] != FILE and not _training(call)]
+    notes += [*notes_of(others, environment), *(unset(text, variables) if path.suffix != ".py" else ())]
     if said.late:
         notes.append(f"it had not ended after {seconds:g} s, but started the training before")
     if said.limit:
@@ -162,62 +199,30 @@ def _read(path: Path) -> str:
         UsageError: if it cannot be read, or bash could not make sense of its lines.
     """
     try:
-        text = read_given(path, MOST_SCRIPT)
+        text = read_given(path, MOST)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read the script {path}: {why}", "is it a run script?") from error
     if "\r\n" in text:
-        raise UsageError(
-            f"{path} has Windows line endings, which bash reads as part of each word", "fix it with dos2unix"
-        )
+        raise UsageError(f"{path} has Windows line endings: bash takes them for part of a word", "fix it with dos2unix")
     return text
 
 
-def _run(
-    path: Path, text: str, scratch: Path, variables: Mapping[str, str], models: Path | None, seconds: float
-) -> Confined:
-    """Have bash source `text`, which stands at `path`; what it notes down is then in `scratch`/calls.
-
-    Raises:
-        UsageError: if there is no bash, or no way to confine it.
-    """
-    bash = _tool("bash")
-    if bash is None:
-        raise UsageError("bash is not here, or not in a system directory", "hpcrl import runs the script's own shell")
-    _equip(scratch, bash)
-    file = path.resolve()
-    script = str(file) if file.is_file() else _PIPED_INSIDE
-    (scratch / "script.sh").write_text(text)
-    shown = [(_TOOLS_INSIDE, str(scratch / "tools")), (script, str(scratch / "script.sh"))]
-    python = os.path.realpath(sys.executable)
-    if path.suffix == ".py" and not in_system(python):
-        stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
-        shown += [(file, file) for file in interpreter_files(python, stdlib, os.environ.get("HOME", "/"))]
-    shown += [(str(folder), str(folder)) for folder in _folders(Path(script), models) if not in_system(str(folder))]
-    environment = {
-        "HOME": os.environ.get("HOME", "/"),
-        "USER": os.environ.get("USER", ""),
-        "LANG": "C.UTF-8",
-        **variables,
-        "PATH": f"{_TOOLS_INSIDE}/bin",
-        "TMPDIR": "/tmp",
-        "BASH_ENV": f"{_TOOLS_INSIDE}/prelude.sh",
-        "HPCRL_CALLS": RESULTS,
-        "HPCRL_TOOLS": TOOLS,
-        "HPCRL_NOTED": NOTED,
-        "HPCRL_MODELS": str(next(_models(file, models), "")),
-        "HPCRL_GIVEN": " ".join(variables),
-        "HPCRL_OWN_MODELS": f"{_TOOLS_INSIDE}/models",
-    }
-    view = View(tuple(dict(shown).items()), str(scratch / "calls"))
-    try:
-        command = [python, "-I", "-S", "-c", _LAUNCH] if path.suffix == ".py" else [bash]
-        return run_confined([*command, script], view, environment, seconds, os.path.dirname(script))
-    except Unconfined as error:
-        raise UsageError(
-            f"{path} was not run: {error}",
-            "run it elsewhere, or give its arguments yourself: hpcrl import -- ARGUMENTS",
-        ) from error
+def _run_trusted(line: Sequence[str], environment: Mapping[str, str], seconds: float, folder: str) -> Confined:
+    """Run a script unconfined; what it has started is ended with it."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            line, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        late = False
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        texts = [(file.seek(0), file.read(OUTPUT).decode(errors="replace"))[1] for file in (out, err)]
+        return Confined(process.wait(), *texts, late)
 
 
 def interpreter_files(python: str, stdlib: str, home: str) -> list[str]:
@@ -227,10 +232,7 @@ def interpreter_files(python: str, stdlib: str, home: str) -> list[str]:
         UsageError: if its standard library is a home directory, or holds it.
     """
     if os.path.realpath(home) == stdlib or os.path.realpath(home).startswith(f"{stdlib.rstrip('/')}/"):
-        raise UsageError(
-            f"the standard library of {python} is at {stdlib}, which holds your home directory",
-            "call hpcrl with another Python",
-        )
+        raise UsageError(f"{stdlib} of {python} holds your home directory", "call hpcrl with another Python")
     lib = Path(python).parent.parent / "lib"
     found = [python, stdlib, *(str(file) for name in LIBRARIES for file in sorted(lib.glob(f"lib{name}.so*")))]
     return [file for file in found if os.path.exists(file)]
@@ -243,24 +245,24 @@ def _tool(name: str) -> str | None:
     return next((path for path in found if path and in_system(path)), None)
 
 
-def _equip(scratch: Path, bash: str) -> None:
+def _equip(scratch: Path, bash: str) -> Path:
     """Write what the script's bash works with: tools, those that note themselves down, names of models."""
     tools = scratch / "tools"
-    for folder in (tools / "bin", tools / "models", tools / "lib/hpcrl/config/slime", scratch / "calls"):
+    for folder in (tools / "bin", tools / "models", scratch / "calls"):
         folder.mkdir(parents=True)
     for name in TOOLS.split():
         if found := _tool(name):
             (tools / "bin" / name).symlink_to(found)
     for name in NOTED.split():
-        noted = f'#!{bash}\nbuiltin source {_TOOLS_INSIDE}/prelude.sh\nhpcrl_note {name} "$@"\n'
+        noted = f'#!{bash}\nbuiltin source "${{0%/*}}/../prelude.sh"\nhpcrl_note {name} "$@"\n'
         (tools / "bin" / name).write_text(noted)
         (tools / "bin" / name).chmod(0o755)
     for name, family in model_families().items():
         arguments = "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
         (tools / "models" / f"{name}.sh").write_text(arguments)
-    (tools / "prelude.sh").write_text(read_given(SLIME / "prelude.sh"))
-    for name in LAUNCHER:
-        (tools / "lib/hpcrl/config/slime" / name).write_text(read_given(SLIME / name))
+    for name in ("prelude.sh", "launcher.py"):
+        (tools / name).write_text(read_given(SLIME / name))
+    return tools
 
 
 def _folders(script: Path, models: Path | None) -> Iterator[Path]:
@@ -291,7 +293,7 @@ def _calls(folder: Path) -> list[list[str]]:
     found = []
     for file in sorted(folder.iterdir())[:MOST_CALLS]:
         with contextlib.suppress(OSError):
-            found.append(read_regular(file, MOST_CALL).decode(errors="replace").split("\0")[:-1])
+            found.append(read_regular(file, MOST).decode(errors="replace").split("\0")[:-1])
     return [call for call in found if call]
 
 
@@ -316,22 +318,23 @@ def _environment(words: Sequence[str]) -> dict[str, str] | None:
     return {}
 
 
-def _no_training(path: Path, said: Confined, seconds: float, unknown: str = "") -> UsageError:
+def _no_training(path: Path, said: Confined, seconds: float) -> UsageError:
     """What to say of a script that has started no training."""
     lines = [line.strip() for line in f"{said.out}\n{said.err}".splitlines()]  # errors last
     last = [strip_control(line)[:300] for line in lines if line and not line.startswith("+")][-1:]
     if said.late:
-        return UsageError(
-            f"{path} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?"
-        )
-    ended = f"ended with status {said.code}"
+        return UsageError(f"{path} had not ended after {seconds:g} s", "does it wait for something of a cluster's?")
+    ended = f"ended with status {said.code}{': ' if said.code and last else ''}{''.join(last if said.code else ())}"
     if said.limit:
         ended = f"was ended, as it {said.limit}"
-    elif said.code and last:
-        ended = f"ended with status {said.code}: {last[0]}"
-    missing = _MISSING.search(f"{said.out}\n{said.err}")
-    name = next(filter(None, missing.groups())) if missing else ""
-    hint = f"write {name}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
-    if unknown:
-        hint = f"{unknown}: write the value into the script"
+    hint = "is it a run script of slime's or vime's?"
+    if missing := _MISSING.search(f"{said.out}\n{said.err}"):
+        hint = f"write {next(filter(None, missing.groups()))}=VALUE after the script"
+    elif path.suffix == ".py" and said.code == 2:
+        hint = f"what follows -- is its own command line: hpcrl import {path} -- WORDS"
+    elif path.suffix == ".py" and said.code:
+        what = "install that package" if "No module named" in ended else "change that line"
+        hint = f"{what}, or give its arguments: hpcrl import -- ARGUMENTS"
+    if lines_of := re.findall(rf'File ".*{re.escape(path.name)}", (line \d+)', said.err):
+        ended = ended.replace(":", f" at {lines_of[-1]}:", 1)
     return UsageError(f"{path} starts neither train.py nor train_async.py; it {ended}", hint)

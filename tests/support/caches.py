@@ -19,7 +19,6 @@ FORGOTTEN = {
     "hpcrl.rollout.slime_names.helpers": ("load_tokenizer",),
     "hpcrl.sandbox.images.staging": ("_settings_of",),
     "hpcrl.sandbox.kinds.choose": ("prepare",),
-    "hpcrl.config.slime.launcher_values": ("guarded",),
 }
 #: functions whose result depends on their arguments and on what is installed alone
 KEPT = {

@@ -1,13 +1,18 @@
 # Read by every bash of a script that `hpcrl import` runs (BASH_ENV): what is not a tool of text is noted down, not run.
 # It is unknown whether such a command would have succeeded, so `set -e` and its like do not end the script.
 
+HPCRL_HOME=${BASH_SOURCE[0]%/*} # next to it are bin, with tools (links) and what notes itself down, and models
+
+hpcrl_write() { printf '%s\0' "$@" > "$HPCRL_CALLS/${EPOCHREALTIME/[.,]/}-$BASHPID-$RANDOM"; }
 hpcrl_note() {
-    local hpcrl_word
-    printf '%s\0' "$@" > "$HPCRL_CALLS/${EPOCHREALTIME/[.,]/}-$BASHPID-$RANDOM"
-    for hpcrl_word in "$@"; do # a command line in one word, as of `docker exec NAME bash -c "..."`
-        if [[ $hpcrl_word =~ [[:space:]]([^[:space:]]*/)?train(_async)?\.py[[:space:]] ]]; then
-            bash -c "$hpcrl_word"
-        fi
+    local hpcrl_word hpcrl_file
+    hpcrl_write "$@"
+    for hpcrl_word in "$@"; do
+        hpcrl_file=${hpcrl_word#--*=}
+        [[ $hpcrl_file == "$TMPDIR"/* && -f $hpcrl_file && -w $hpcrl_file ]] && # of its own: it ends with the sandbox
+            hpcrl_write hpcrl-file "$hpcrl_file" "$(< "$hpcrl_file")"
+        # a command line in one word, as of `docker exec NAME bash -c "..."`
+        [[ $hpcrl_word =~ [[:space:]]([^[:space:]]*/)?train(_async)?\.py[[:space:]] ]] && bash -c "$hpcrl_word"
     done
     return 0
 }
@@ -50,7 +55,7 @@ hpcrl_by_path() {
     [[ $1 =~ ^([^[:space:]]+) ]] || return 1
     eval "hpcrl_words=(${BASH_REMATCH[1]})" 2> /dev/null || return 1
     [[ ${hpcrl_words[0]-} == */* ]] || return 1
-    [[ " $HPCRL_TOOLS " == *" ${hpcrl_words[0]##*/} "* ]] && return 1
+    [[ -L $HPCRL_HOME/bin/${hpcrl_words[0]##*/} ]] && return 1
     if [[ -f ${hpcrl_words[0]} && -r ${hpcrl_words[0]} ]]; then
         IFS= read -r -n 64 -d $'\n' hpcrl_line < "${hpcrl_words[0]}" 2> /dev/null
         [[ $hpcrl_line =~ ^#!.*[/\ ](ba|da)?sh ]] && return 1
@@ -77,16 +82,13 @@ sleep() {
         exit 75
     fi
 }
-kill() {
-    hpcrl_note kill "$@"
-    [[ ${1-} != -0 ]]
-}
+kill() { hpcrl_note kill "$@" && [[ ${1-} != -0 ]]; }
 cd() { builtin cd "$@" 2> /dev/null || hpcrl_note cd "$@"; }
 pushd() { builtin pushd "$@" 2> /dev/null || hpcrl_note cd "$@"; }
 mkdir() { command mkdir "$@" 2> /dev/null || hpcrl_note mkdir "$@"; }
 which() { command -v "$@"; }
-for hpcrl_name in $HPCRL_NOTED; do # whatever becomes of PATH
-    eval "$hpcrl_name() { hpcrl_note $hpcrl_name \"\$@\"; }"
+for hpcrl_name in "$HPCRL_HOME"/bin/*; do # whatever becomes of PATH
+    [[ -L $hpcrl_name ]] || eval "${hpcrl_name##*/}() { hpcrl_note ${hpcrl_name##*/} \"\$@\"; }"
 done
 
 # A file of model arguments that is missing is looked for in --models-dir, then among hpcrl's own names of models.
@@ -100,9 +102,9 @@ source() {
             ;;
     esac
     if [[ ! -r $file ]]; then
-        for folder in "$HPCRL_MODELS" "$HPCRL_OWN_MODELS"; do
+        for folder in "$HPCRL_MODELS" "$HPCRL_HOME/models"; do
             if [[ -n $folder && -r $folder/${file##*/} ]]; then
-                [[ $folder == "$HPCRL_OWN_MODELS" ]] && hpcrl_note source "$file" "$PWD"
+                [[ $folder == "$HPCRL_HOME/models" ]] && hpcrl_note source "$file" "$PWD"
                 builtin source "$folder/${file##*/}" "$@"
                 return
             fi
