@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, unset
+from hpcrl.config.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, notes_of_variables
 from hpcrl.errors import UsageError
 from hpcrl.sandbox.private_root import RESULTS, View, in_system
 from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
@@ -173,7 +173,7 @@ def _outcome(
     no_json = "its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"
     notes = [no_json] if told is None else []
     others = [call for call in calls if call[0] != FILE and not _training(call)]
-    notes += [*notes_of(others, environment), *(unset(text, variables) if path.suffix != ".py" else ())]
+    notes += [*notes_of(others, environment), *notes_of_variables(text, variables, path.suffix == ".py")]
     if said.late:
         notes.append(f"it had not ended after {seconds:g} s, but started the training before")
     if said.limit:

@@ -29,7 +29,6 @@ from typing import Any
 #: packages that ask the machine, or that the sandbox's memory does not hold: they can be imported, and no more
 NOT_HERE = ("megatron", "numpy", "ray", "sglang", "torch", "transformers", "vllm", "wandb")
 KEPT = ("PATH", "BASH_ENV", "TMPDIR")  #: variables that no command of the launcher may set
-SLEEPS = 100  #: after which a script waits for something that only a cluster has
 
 
 # ---- commands
@@ -63,8 +62,8 @@ _slept = itertools.count(1)
 
 
 def sleep(_: float) -> None:
-    """No wait is worth its time here; one without end ends the script."""
-    if next(_slept) > SLEEPS:
+    """No wait is worth its time here; after so many a script waits for something that only a cluster has."""
+    if next(_slept) > 100:
         sys.exit("it waits without end")
 
 
@@ -205,8 +204,7 @@ def main() -> None:
         os.environ.setdefault(name, "")
     checkout = (folder for folder in Path(script).parents if (folder / "scripts/models").is_dir())
     HELPER["repo_base_dir"] = next(checkout, Path("/root/slime"))
-    sys.path[:0] = [os.path.dirname(script)]
-    sys.path += os.environ["HPCRL_PACKAGES"].split(":")
+    sys.path = [os.path.dirname(script), *sys.path, *os.environ["HPCRL_PACKAGES"].split(":")]
     sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
     subprocess.Popen = NotedProcess  # type: ignore[misc]
     os.system = lambda command: subprocess.call(command)

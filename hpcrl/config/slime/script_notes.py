@@ -109,12 +109,14 @@ def _model_note(call: Sequence[str], known: bool) -> str:
     return f"source {file}: {found}, and none needed: {name} is a {family} model, described by its config.json"
 
 
-def unset(text: str, variables: Mapping[str, str]) -> Iterator[str]:
-    """Variables that the script reads and nothing sets: they were empty."""
+def notes_of_variables(text: str, variables: Mapping[str, str], launcher: bool) -> Iterator[str]:
+    """Variables that were given, perhaps in vain; and those that a script of bash's reads and nothing sets."""
+    unseen = [name for name in variables if name.lower().removeprefix("slime_script_") not in text.lower()]
+    yield from (f"{name} does not occur in the script: only a file that it reads can use it" for name in unseen)
     code = re.sub(r"(?m)(^|\s)#.*$", "", text)
     given = {*_KNOWN.split(), *variables, *(name for found in _SET.findall(code) for name in found if name)}
     read = dict.fromkeys(name for found in _VARIABLE.findall(code) for name in found if name)
-    if missing := [name for name in read if name not in given]:
+    if not launcher and (missing := [name for name in read if name not in given]):
         yield f"nothing sets {', '.join(missing)}, which it reads: they were empty; write NAME=VALUE after the script"
 
 

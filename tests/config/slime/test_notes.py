@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.config.slime.arguments import split_flags, translate
 from hpcrl.config.slime.mis_settings import mis_flags, reads_as_mis
-from hpcrl.config.slime.script_notes import ENVIRONMENT, NEEDLESS, missed_file, notes_of, unset
+from hpcrl.config.slime.script_notes import ENVIRONMENT, NEEDLESS, missed_file, notes_of, notes_of_variables
 from hpcrl.config.slime.verbatim import WIDTH, name_of, recipe_text, split_arguments, split_program, summary
 from hpcrl.errors import UsageError
 from tests.support.able import needs
@@ -98,8 +98,14 @@ def test_what_is_said_of_files_of_models(tmp_path: Path) -> None:
     ],
 )
 def test_variables_that_nothing_sets(text: str, missing: str) -> None:
-    found = list(unset(text, {"GIVEN": "1"}))
+    found = [note for note in notes_of_variables(text, {"GIVEN": "1"}, launcher=False) if " sets " in note]
     assert [line.split(" sets ")[1].split(", which")[0] for line in found] == ([missing] if missing else [])
+
+
+def test_variables_that_may_be_given_in_vain() -> None:
+    given = {"A": "1", "steps": "2", "SLIME_SCRIPT_STEPS": "3", "stepz": "4", "SLIME_SCRIPT_X": "5"}
+    found = list(notes_of_variables("os.environ['A']; steps: int = 3", given, launcher=True))
+    assert [note.split()[0] for note in found] == ["stepz", "SLIME_SCRIPT_X"]
 
 
 def test_words_before_and_behind() -> None:
