@@ -38,7 +38,7 @@ ENDED = {
     ("config/slime/launcher.py", "subprocess.call(command)"): SCRIPT,
     ("sandbox/slime_script.py", "process.wait()"): "the process was killed before",
     ("launch/node_checks/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
-    ("launch/node_checks/one_node.py", "key.data.accept()"): READY,
+    ("launch/node_checks/one_node.py", "listener.accept()"): "the listener has a timeout",
     ("launch/node_checks/one_node.py", "process.communicate()"): "the process was killed in the line before",
     ("engine/pieces/piece_receiver.py", "arriving.wait()"): OWN,
     (

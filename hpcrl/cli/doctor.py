@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpcrl.cli.awaited_job import AwaitedJob, asker
+from hpcrl.cli.awaited_job import run_job, short_script
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
@@ -35,20 +35,15 @@ from hpcrl.launch.node_checks.all_nodes import NodesJob, NodeStep, show
 from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.site_file import FLAGS, find_profile, from_flags
-from hpcrl.launch.slurm.job_script import BatchScript, batch_python, task_python
-from hpcrl.launch.slurm.jobs import cancel
 from hpcrl.launch.slurm.partitions import judge_request, responds
 from hpcrl.launch.slurm.squeue import ECHOES
 from hpcrl.launch.slurm.submission import sight_of
-from hpcrl.launch.slurm.submit import SECONDS, render, send_script, test_only
-from hpcrl.report.file_tail import end_of_text
+from hpcrl.launch.slurm.submit import SECONDS, test_only
 from hpcrl.rollout.prompts import first_rows
-from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
 from hpcrl.sandbox.run import refusal
-from hpcrl.utils.check_results import Finding, failed, last_line
+from hpcrl.utils.check_results import Finding, failed
 from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.shipped_files import shipped
 from hpcrl.utils.untrusted_files import Damaged, read_json
 
 HELP = """\
@@ -226,7 +221,7 @@ def _slurm(case: Case, request: AllocationRequest) -> Iterator[Finding]:
     yield from found
     if failed(found):
         return
-    verdict = test_only(_text(case.site, request, "true", case.directory), SECONDS)
+    verdict = test_only(_script(case.site, request, case.directory), SECONDS)
     if verdict.never:
         what = f"Slurm refuses a job like this run's: {verdict.text}"
         yield Finding("fail", "", what, verdict.hint)
@@ -254,8 +249,9 @@ def nodes(case: Case, seconds: float) -> list[Finding]:
     directory = case.directory.parent / f".hpcrl-doctor-{time.strftime('%H%M%S')}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, mode=0o700)
-        write_atomic(directory / "job.sh", job(case, directory).encode())
-        return _submitted(directory, seconds)
+        return run_job(
+            job(case, directory), directory, partial(_result, directory), Deadline(seconds), "looks at the nodes"
+        )
     except HpcrlError as error:
         return [Finding("fail", "", error.what, error.hint)]
     except OSError as error:
@@ -282,58 +278,15 @@ def job(case: Case, directory: Path) -> str:
         seconds=case.site.launch_timeout,
     )
     write_atomic(directory / "job.json", msgspec.json.encode(todo))
-    if case.site.container.kind != "none":  # a container sees this directory, but perhaps not where hpcrl is installed
-        shutil.copytree(shipped("launch"), directory / "launch")
-    command = (
-        f"{shlex.quote(batch_python(case.site))} -m hpcrl.launch.node_checks.all_nodes {shlex.quote(str(directory))}"
-    )
-    return _text(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, command, directory)
+    return _script(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, directory)
 
 
-def _text(site: SiteProfile, request: AllocationRequest, command: str, directory: Path) -> str:
-    script = BatchScript(
-        name="doctor",
-        title="hpcrl doctor: looks at the nodes that a run would get",
-        summary="one step on every component",
-        command=command,
-        output=str(directory / "job.log"),
-        # outside of the directory: a node that does not see it shall say so itself
-        launch=str(shipped("launch") if site.container.kind == "none" else directory / "launch"),
-        mounts=(str(directory),),
-        python=task_python(site),
-    )
-    return render(script, request, site)
+def _script(site: SiteProfile, request: AllocationRequest, directory: Path) -> str:
+    title, module = "hpcrl doctor: looks at the nodes that a run would get", "hpcrl.launch.node_checks.all_nodes"
+    return short_script("doctor", title, module, directory, site, request)
 
 
-def _submitted(directory: Path, seconds: float) -> list[Finding]:
-    submitted = time.time()
-    job = JobKey(send_script(directory / "job.sh"), "", submitted, history=False)
-    print(f"hpcrl: job {job.job_id} looks at the nodes", file=sys.stderr)
-    try:
-        return _outcome(job, directory, Deadline(seconds))
-    finally:
-        if not (directory / "findings.json").exists():
-            with contextlib.suppress(HpcrlError):
-                cancel(job.job_id)
-
-
-def _outcome(job: JobKey, directory: Path, deadline: Deadline) -> list[Finding]:
-    """The findings of the job once it has them; a finding of our own if it ends without, or is too late."""
-    awaited = AwaitedJob(asker(job))
-    while True:
-        with contextlib.suppress(OSError, Damaged):
-            return read_json(directory / "findings.json", list[Finding])
-        if awaited.over:
-            log = directory / "job.log"
-            if not log.exists():
-                hint = "choose a --run-dir on a file system that all nodes share"
-                return [
-                    Finding("fail", "", f"job {job.job_id} ended, and nothing of it is in {directory.parent}", hint)
-                ]
-            said = last_line(end_of_text(log))
-            hint = "see setup, modules and python of the site"
-            return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
-        if deadline.over:
-            hint = "give it longer with --wait, or fix what it waits for"
-            return [Finding("fail", "", f"job {job.job_id} did not end in time: {awaited.state()}", hint)]
-        time.sleep(POLL)
+def _result(directory: Path) -> list[Finding] | None:
+    with contextlib.suppress(OSError, Damaged):
+        return read_json(directory / "findings.json", list[Finding])
+    return None

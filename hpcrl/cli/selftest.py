@@ -6,10 +6,7 @@ reason for all that was not checked; nothing outlives it but its directory, whic
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shlex
-import shutil
 import socket
 import sys
 import time
@@ -19,25 +16,20 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.cli.awaited_job import AwaitedJob, asker
+from hpcrl.cli.awaited_job import run_job, short_script
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.selftest.job import SelftestJob
 from hpcrl.doctor.selftest.registry import Check, Results, choose_checks, find_checks, report, table
 from hpcrl.doctor.selftest.this_host import CPU_RANKS, run_here
 from hpcrl.doctor.selftest.whole_run import gpu_count
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import UsageError
 from hpcrl.launch.allocation_request import AllocationRequest, Component
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.site_file import FLAGS, from_flags
-from hpcrl.launch.slurm.job_script import BatchScript, batch_python, task_python
-from hpcrl.launch.slurm.jobs import cancel
-from hpcrl.launch.slurm.submit import render, send_script
 from hpcrl.run.process import adopt_orphans, end_descendants
-from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.shipped_files import shipped
 
 HELP = """\
 usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]
@@ -71,7 +63,6 @@ OWN = {
 }
 WAIT = 3600.0
 LIMIT = "30:00"
-POLL = 2.0
 
 
 def selftest(argv: Sequence[str]) -> int:
@@ -157,47 +148,19 @@ def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
     slots = wish.gpus_per_node if wish.gpus_per_node is not None else own.get("ranks", 1)
     ranks = own.get("ranks") or slots or CPU_RANKS
     request = AllocationRequest("homogeneous", (Component("trainer", hosts, slots, wish.cpus_per_node),), margin=60)
-    limit = own.get("time", LIMIT)
     todo = SelftestJob(hosts, ranks, own.get("only", []), site.interface)
     write_atomic(directory / "job.json", msgspec.json.encode(todo))
-    shutil.copytree(shipped("launch"), directory / "launch", dirs_exist_ok=True)
-    script = BatchScript(
-        name="selftest",
-        title=f"hpcrl selftest over {hosts} nodes",
-        summary="hpcrl's checks of hardware and versions",
-        command=f"{shlex.quote(batch_python(site))} -m hpcrl.doctor.selftest.job {shlex.quote(str(directory))}",
-        output=str(directory / "job.log"),
-        launch=str(directory / "launch"),
-        mounts=(str(directory),),
-        python=task_python(site),
-    )
-    once = site.model_copy(update={"time": limit, "requeue": False})
-    write_atomic(directory / "job.sh", render(script, request, once).encode())
-    job = JobKey(send_script(directory / "job.sh"), "", time.time(), history=False)
-    print(f"hpcrl: job {job.job_id}, in {directory}", file=sys.stderr)
-    try:
-        _await(job, results, Deadline(own.get("wait", WAIT)))
-    finally:
-        if not (directory / "ended").exists():
-            with contextlib.suppress(HpcrlError):
-                cancel(job.job_id)
-
-
-def _await(job: JobKey, results: Results, deadline: Deadline) -> None:
-    """Until the job has ended.
-
-    Raises:
-        HpcrlError: if it ends without a word, or is too late.
-    """
     seen: set[str] = set()
-    every, awaited = find_checks(), AwaitedJob(asker(job))
-    while not (results.directory / "ended").exists():
-        os.listdir(results.directory)  # absence may be cached; a listing is not
+    every = find_checks()
+
+    def ended() -> bool | None:
+        os.listdir(directory)  # absence may be cached; a listing is not
         for name in sorted(results.read().keys() - seen, key=lambda name: every[name].turn):
             seen.add(name)
             print(_line(every, results, name), flush=True)
-        if awaited.over:
-            raise HpcrlError(f"job {job.job_id} ended before its checks", f"see {results.directory / 'job.log'}")
-        if deadline.over:
-            raise HpcrlError(f"job {job.job_id} did not end in time", "give it longer with --wait")
-        time.sleep(POLL)
+        return (directory / "ended").exists() or None
+
+    once = site.model_copy(update={"time": own.get("time", LIMIT), "requeue": False})
+    title, module = f"hpcrl selftest over {hosts} nodes", "hpcrl.doctor.selftest.job"
+    script = short_script("selftest", title, module, directory, once, request)
+    run_job(script, directory, ended, Deadline(own.get("wait", WAIT)), f"makes the checks, in {directory}")

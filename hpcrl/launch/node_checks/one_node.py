@@ -2,14 +2,13 @@
 
     python -m hpcrl.launch.node_checks.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
-DIR is made and given a file `token` by the process that starts this one.  Each node writes DIR/HOST.json with its
-ports, waits for those of all (hpcrl/launch/node_checks/records.py), connects to them (of many, to some: `peers_of`),
-tells in DIR/HOST.done that it needs no other node's port any more, and leaves DIR/HOST.PID.report.  A node that does
-not see DIR says so in a separate line (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines,
-so nothing longer is ever read from it.
+DIR is made and given a file `token` by the process that starts this one.  Each node writes DIR/HOST.json, waits for
+those of all (hpcrl/launch/node_checks/records.py), connects to the first node on the network that all share, tells in
+DIR/HOST.done that it has, and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a separate line
+(`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
 
-Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are
-bound on the node's own addresses only; what other nodes say is JSON of a bounded size.
+Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; the port is
+bound on the address of that network only; what the other end says has a bounded size.
 """
 
 from __future__ import annotations
@@ -19,22 +18,18 @@ import contextlib
 import os
 import re
 import resource
-import selectors
 import socket
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from typing import Any
 
 import msgspec
 import psutil
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.node_checks.records import NodeRecord, all_records, leave_record, pause
-from hpcrl.launch.node_checks.reports import Gpu, NodeReport, Total, peers_of
+from hpcrl.launch.node_checks.reports import Gpu, NodeReport, Total
 from hpcrl.launch.probe import Network, choose, host_report
 from hpcrl.plan import Location, socket_names
 from hpcrl.run.process import PARENT, die_with_parent, run_command
@@ -42,7 +37,7 @@ from hpcrl.run.rundir import listed, write_atomic
 from hpcrl.utils.check_results import last_line
 from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.installed import version
-from hpcrl.utils.untrusted_files import touch
+from hpcrl.utils.untrusted_files import read_regular, touch
 
 PACKAGES = (
     *("hpcrl", "torch", "vllm", "megatron-core", "transformers"),
@@ -51,16 +46,10 @@ PACKAGES = (
 )
 CONNECT = 5.0  #: seconds to connect and be answered
 REPORT = ".report"  #: end of the name of a node's report
+PORT = "first-port"  #: at which the first node listens
 UNSEEN = "hpcrl doctor: {host} does not see its directory"
 INFINIBAND = Path("/sys/class/infiniband")
 QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-
-
-class Greeting(msgspec.Struct, frozen=True):
-    """What answers at a port: who it is, and its clock."""
-
-    host: str
-    time: float
 
 
 # ---- this node alone
@@ -113,120 +102,75 @@ def imports(module: str, seconds: float) -> str:
 # ---- the other nodes
 
 
-class Ports:
-    """A port on every address, each greeting every peer that connects, until closed."""
-
-    def __init__(self, host: str, addresses: list[str]) -> None:
-        self.host = host
-        self.error = ""
-        self.ports: dict[str, int] = {}
-        self._poll = selectors.DefaultSelector()
-        self._wake, waker = socket.socketpair()
-        self._sockets = [self._wake, waker]
-        self._poll.register(waker, selectors.EVENT_READ)
-        for address in addresses:
-            try:
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                listener = socket.create_server((address, 0), family=family, backlog=512)
-            except OSError as error:
-                self.error = f"{address}: {error.strerror}"
-                continue
-            listener.settimeout(CONNECT)
-            self._sockets.append(listener)
-            self._poll.register(listener, selectors.EVENT_READ, listener)
-            self.ports[address] = listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            for key, _ in self._poll.select():
-                if key.data is None:
-                    return
-                with contextlib.suppress(OSError):
-                    peer, _ = key.data.accept()
-                    with peer:
-                        peer.settimeout(CONNECT)
-                        peer.sendall(msgspec.json.encode(Greeting(self.host, time.time())))
-
-    def close(self) -> None:
-        self._wake.send(b".")
-        self._thread.join(2 * CONNECT)
-        for each in self._sockets:
-            each.close()
-
-
-def greet(address: str, port: int, host: str) -> tuple[str, tuple[float, float] | None]:
-    """(why `host` was not reached, "" if it was; its clock minus ours and how far that may be off, in seconds)."""
-    began = time.time()
-    try:
-        with socket.create_connection((address, port), timeout=CONNECT) as peer:
-            peer.settimeout(CONNECT)
-            data = b""
-            while (part := peer.recv(4096)) and len(data) < 4096:
-                data += part
-        found = msgspec.json.decode(data, type=Greeting)
-    except OSError as error:
-        return f"{address} port {port}: {error.strerror or error}", None
-    except msgspec.MsgspecError:
-        return f"{address} port {port}: something else answers there", None
-    if found.host != host:
-        return f"{address} leads to {found.host}: two nodes have one address", None
-    ended = time.time()
-    return "", (found.time - (began + ended) / 2, (ended - began) / 2)
-
-
 def meet(
     mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0
 ) -> NodeReport:
-    """`mine` with what came of meeting the others, within twice `seconds`.
+    """`mine` with what came of meeting the others, within three times `seconds`.
 
     Args:
         ranks: to take part in an all-reduce.
     """
-    addresses = [network.address for network in mine.base.networks] or ["127.0.0.1"]
-    if (expect == 1 or interface == "lo") and "127.0.0.1" not in addresses:
-        addresses.append("127.0.0.1")
-    ports = Ports(mine.host, addresses)
-    mine = msgspec.structs.replace(mine, port="" if ports.ports else ports.error, ranks=ranks)
+    mine = msgspec.structs.replace(mine, ranks=ranks)
     try:
-        try:
-            leave_record(directory, mine.host, ranks, mine.base, ports.ports)
-        except (HpcrlError, OSError) as error:
-            return msgspec.structs.replace(mine, wrote=getattr(error, "what", None) or str(error))
-        found = all_records(directory, expect, seconds)
-        tried, offsets = connect(found, mine.host, interface)
-        with contextlib.suppress(OSError):
-            touch(directory / f"{mine.host}.done")
-        # the others may still be about to connect to us; who wrote no card needs no port
-        done = lambda: sum(name.endswith(".done") for name in listed(directory)) >= len(found)  # noqa: E731
-        poll(done, Deadline(seconds), pause(expect))
-    finally:
-        ports.close()
-    mine = msgspec.structs.replace(mine, seen=tuple(sorted(found)), tried=tried, offsets=offsets)
-    if ranks and len(found) >= expect and len(tried) >= len(peers_of(mine.host, found)) and not any(tried.values()):
-        total, broken = add_up(found, mine.host, interface, directory)
+        leave_record(directory, mine.host, ranks, mine.base)
+    except (HpcrlError, OSError) as error:
+        return msgspec.structs.replace(mine, wrote=getattr(error, "what", None) or str(error))
+    found = all_records(directory, expect, seconds)
+    mine = msgspec.structs.replace(mine, seen=tuple(sorted(found)))
+    try:
+        chosen = choose({host: found[host].base for host in sorted(found)}, interface) if found else {}
+    except UsageError:
+        chosen = {}  # the judging process chooses again, and reports it once
+    if not chosen:
+        return mine
+    first = min(found)
+    address, others = chosen[first].address, len(found) - 1
+    if mine.host == first:
+        unreached = listen(address, first, directory, others, seconds)
+    else:
+        unreached = connect(address, first, directory, Deadline(seconds))
+    mine = msgspec.structs.replace(mine, unreached=unreached)
+    if ranks and len(found) >= expect and not unreached:
+        total, broken = add_up(found, mine.host, chosen, directory)
         mine = msgspec.structs.replace(mine, total=total, broken=broken)
     return mine
 
 
-def connect(found: dict[str, NodeRecord], me: str, interface: str | None) -> tuple[dict[str, str], dict[str, Any]]:
-    """(host -> why it was not reached, host -> clock) of `peers_of` us, or of ourselves if alone, on the network of
-    all."""
+def listen(address: str, name: str, directory: Path, others: int, seconds: float) -> str:
+    """Tell `name` to each of the `others` that connect, until all have tried; why no port could be bound, "" if one
+    was."""
+    deadline = Deadline(seconds)
     try:
-        chosen = choose({host: found[host].base for host in sorted(found)}, interface)
-    except UsageError:
-        return {}, {}  # the judging process chooses again, and reports it once
-    tried, offsets = {}, {}
-    for host in peers_of(me, found) or [me]:
-        address = chosen[host].address
-        if (port := found[host].ports.get(address)) is None:
-            tried[host] = f"it has no port on {address}"
-            continue
-        tried[host], offset = greet(address, port, host)
-        if offset and host != me:
-            offsets[host] = offset
-    return tried, offsets
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=512) as listener:
+            listener.settimeout(pause(others))
+            write_atomic(directory / PORT, str(listener.getsockname()[1]).encode(), 0o600)
+            while not deadline.over and sum(each.endswith(".done") for each in listed(directory)) < others:
+                with contextlib.suppress(OSError):  # no node yet, or one that has gone
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.sendall(name.encode())
+    except (HpcrlError, OSError) as error:
+        return f"no port can be bound on {address}: {getattr(error, 'strerror', None) or error}"
+    return ""
+
+
+def connect(address: str, name: str, directory: Path, deadline: Deadline) -> str:
+    """Why the node `name`, which listens at this address, was not reached, "" if it was."""
+    shown = f"it cannot connect to {name}: {address}"
+    try:
+        if not poll((directory / PORT).exists, deadline, CONNECT / 5):
+            return f"{shown} has no port"
+        port = int(read_regular(directory / PORT))
+        with socket.create_connection((address, port), timeout=CONNECT) as peer:
+            peer.settimeout(CONNECT)
+            said = peer.recv(1024).decode(errors="replace")
+        return "" if said == name else f"{shown} port {port} is another program's"
+    except (OSError, ValueError) as error:
+        return f"{shown}: {getattr(error, 'strerror', None) or error}"
+    finally:
+        with contextlib.suppress(OSError):
+            touch(directory / f"{socket.gethostname()}-{os.getpid()}.done")
 
 
 # ---- an all-reduce
@@ -250,13 +194,9 @@ def rank_environments(found: dict[str, NodeRecord], me: str, network: dict[str, 
 
 
 def add_up(
-    found: dict[str, NodeRecord], me: str, interface: str | None, directory: Path, seconds: float = 300.0
+    found: dict[str, NodeRecord], me: str, chosen: dict[str, Network], directory: Path, seconds: float = 300.0
 ) -> tuple[Total | None, str]:
     """(what rank 0 measured, if it is here; why our ranks failed): one all-reduce over the ranks of all nodes."""
-    try:
-        chosen = choose({host: found[host].base for host in sorted(found)}, interface)
-    except UsageError:
-        return None, ""  # as in `connect`
     command = [
         sys.executable,
         "-m",

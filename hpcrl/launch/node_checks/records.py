@@ -29,11 +29,9 @@ LARGEST = 1 << 28  #: bytes of all of them
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """What a node leaves in the directory: its report, the port it listens on at each of its addresses, and how many
-    ranks it would have."""
+    """What a node leaves in the directory: its report, and how many ranks it would have."""
 
     base: HostReport
-    ports: dict[str, int]
     ranks: int = 0
 
 
@@ -43,15 +41,10 @@ def pause(expect: int) -> float:
     return min(max(WAIT_PER_NODE * expect, 0.05), LONGEST_WAIT)
 
 
-def leave_record(
-    directory: Path, host: str, ranks: int, base: HostReport | None = None, ports: dict[str, int] | None = None
-) -> None:
+def leave_record(directory: Path, host: str, ranks: int, base: HostReport | None = None) -> None:
     """Tell the other hosts of this one."""
-    write_atomic(
-        directory / f"{host}.json",
-        msgspec.json.encode(NodeRecord(base or host_report(host), ports or {}, ranks)),
-        0o600,
-    )
+    record = NodeRecord(base or host_report(host), ranks)
+    write_atomic(directory / f"{host}.json", msgspec.json.encode(record), 0o600)
 
 
 def share_records(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:

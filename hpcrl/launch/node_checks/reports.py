@@ -20,7 +20,6 @@ ENGINE = "transformer-engine"
 FREE = 0.9  #: the part of a GPU's memory that should be free before a run
 SLOW = 5e9  #: bytes a second below which NCCL between nodes has hardly found the fast network
 GIB = 1 << 30
-MANY = 16  #: nodes beyond which each connects to some of the others only
 SHM = GIB  #: bytes of /dev/shm that vLLM and the weight transfer between processes of a host should find
 
 
@@ -54,12 +53,11 @@ class NodeReport(msgspec.Struct, frozen=True):
         base: host, networks, memory.
         wrote: why its file could not be written, "" if it could.
         seen: hosts whose files it saw.
-        tried: host -> "" or why it could not be reached.
-        offsets: host -> (its clock minus ours, give or take), seconds.
+        unreached: why it could not connect to the first node, or bind the first node's port; "" if it could, None where
+            that was not tried.
         gpus: None where no driver answers, with `devices` then counted from /dev.
         visible: CUDA_VISIBLE_DEVICES.
         shm: bytes free in /dev/shm.
-        port: why no port could be bound, "" if it could.
         imports: module -> "" or why it does not import.
         locked: bytes that a process may lock, None for no limit where that matters.
         ranks: of the all-reduce that it was to take part in.
@@ -71,14 +69,12 @@ class NodeReport(msgspec.Struct, frozen=True):
     role: str = ""
     wrote: str = ""
     seen: tuple[str, ...] = ()
-    tried: dict[str, str] = {}
-    offsets: dict[str, tuple[float, float]] = {}
+    unreached: str | None = None
     gpus: tuple[Gpu, ...] | None = None
     devices: int = 0
     visible: str | None = None
     shm: int = 0
     locked: int | None = None
-    port: str = ""
     versions: dict[str, str] = {}
     imports: dict[str, str] = {}
     ranks: int = 0
@@ -96,19 +92,6 @@ class NodeReport(msgspec.Struct, frozen=True):
         if self.visible is not None:
             return len([name for name in self.visible.split(",") if name and name != "NoDevFiles"])
         return len(self.gpus) if self.gpus is not None else self.devices
-
-
-def peers_of(me: str, hosts: Iterable[str]) -> list[str]:
-    """The hosts that one connects to: all others, or of more than MANY those 1, 2, 4, 8 ... places after it.
-
-    Then every host is tried by as many as it tries, and connections grow with n log n.
-    """
-    order = sorted(hosts)
-    at = order.index(me)
-    after = order[at + 1 :] + order[:at]
-    if len(order) <= MANY:
-        return after
-    return [after[(1 << step) - 1] for step in range(len(after).bit_length())]
 
 
 def judge_reports(
@@ -222,58 +205,31 @@ def _network(reports: Sequence[NodeReport], interface: str | None) -> Iterator[F
 
 
 def _reach(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """A port was bound everywhere, and every node reached every other's."""
-    fine = True
+    """Every node has reached the first."""
     for report in reports:
-        if report.port:
-            fine = False
-            yield Finding(
-                "fail", report.host, f"no port can be bound: {report.port}", "is the address this node's own?"
-            )
-        broken = {host: why for host, why in sorted(report.tried.items()) if why}
-        if broken:
-            fine = False
-            host, why = next(iter(broken.items()))
-            more = f", nor {len(broken) - 1} others" if len(broken) > 1 else ""
+        if report.unreached:
             hint = "a firewall between nodes, or the wrong network: name another with interface ="
-            yield Finding("fail", report.host, f"it cannot connect to {host}{more}: {why}", hint)
-    pairs = sum(len(peers_of(report.host, {other.host for other in reports})) for report in reports)
-    tried = sum(len([host for host in report.tried if host != report.host]) for report in reports)
-    if tried < pairs:
-        yield Finding(
-            "warn", "", f"{pairs - tried} of {pairs} connections between nodes were not tried", "see the failures above"
-        )
-    elif fine and pairs:
-        every = len(reports) * (len(reports) - 1)
-        yield Finding("ok", "", f"ports are bound and reached, {'all ' if pairs == every else ''}{pairs} ways")
+            yield Finding("fail", report.host, report.unreached, hint)
+    untried = sum(report.unreached is None for report in reports)
+    if untried:
+        yield Finding("warn", "", f"{count(untried, 'node')} connected to no other", "see the failures above")
+    elif not any(report.unreached for report in reports):
+        yield Finding("ok", "", f"the first node's port is reached from {count(len(reports) - 1, 'node')}")
 
 
 def _clocks(reports: Sequence[NodeReport], window: tuple[float, float] | None) -> Iterator[Finding]:
-    """Clocks of two nodes by the answer's own time (NTP's offset: their clock minus the middle of ours), and of all
-    against the time in which they were asked."""
-    worst, hint = 0.0, "ask the site to look at NTP on it"
-    apart: Counter[str] = Counter()
+    """The nodes' clocks against the time in which they were asked."""
+    if not window:
+        return
+    fine = True
     for report in reports:
-        for host, (offset, give) in report.offsets.items():
-            sure = max(abs(offset) - give, 0.0)
-            worst = max(worst, sure)
-            if sure > SKEW:
-                apart.update((report.host, host))
-    # the clock that is wrong differs from all others; with two nodes it is unknown which it is
-    for host, times in apart.items():
-        if times == max(apart.values()):
-            far = max(abs(o) for r in reports for h, (o, _) in r.offsets.items() if host in (h, r.host))
-            yield Finding("fail", host, f"its clock differs by {far:.1f} s from other nodes'", hint)
-    if window:
-        for report in reports:
-            off = max(window[0] - report.base.time, report.base.time - window[1], 0.0)
-            if off > SKEW:
-                yield Finding(
-                    "fail", report.host, f"its clock differs by at least {off:.1f} s from the login node's", hint
-                )
-                worst = max(worst, off)
-    if worst <= SKEW:
-        yield Finding("ok", "", "the clocks agree within a second")
+        off = max(window[0] - report.base.time, report.base.time - window[1], 0.0)
+        if off > SKEW:
+            fine = False
+            what = f"its clock differs by at least {off:.1f} s from the login node's"
+            yield Finding("fail", report.host, what, "ask the site to look at NTP on it")
+    if fine:
+        yield Finding("ok", "", "the clocks agree with the login node's")
 
 
 def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
