@@ -318,7 +318,6 @@ def test_nobody_listens_on_every_interface() -> None:
 def test_one_deadline_and_one_plugin_folder() -> None:
     """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginFolder`."""
     again = {
-        "transport/client.py": "when it repeats itself",
         "engine/membership/broadcast.py": "when it looks at the engines",
         "weights/pieces/device_transport.py": "when it looks at its peers",
     }

@@ -1,9 +1,10 @@
-"""The rollout queue of hpcrl: one rank, a share a batch, credits and acknowledgements; with and without encryption."""
+"""The rollout queue of hpcrl: one rank, a share a batch, requests and answers; with and without encryption."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -13,15 +14,33 @@ from hpcrl.run.rundir import RunDir
 from hpcrl.sample import SampleBatch
 from hpcrl.transport import auth
 from hpcrl.transport.client import QueueClient
-from hpcrl.transport.rank_state import Rank
-from hpcrl.transport.server import QueueServer
+from hpcrl.transport.server import QueueServer, Rank
 from hpcrl.transport.share_format import Share
 
 PLAN = Plan("bench", 0, (Location("127.0.0.1", (0,)),), (), Location("127.0.0.1", ()))
+DEPTH = 4
 MICRO_BATCHES = [[[row] for row in range(256)]]
 
 
-class OpenServer(QueueServer):
+class BoundedServer(QueueServer):
+    """Which lets the producer wait, as a trainer that asks for one rollout after another does."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        super().__init__(rundir, PLAN, 1, {})
+        self.taken = asyncio.Event()
+
+    async def _fetch(self, *asked: Any) -> None:
+        await super()._fetch(*asked)
+        self.taken.set()
+
+    async def room(self) -> None:
+        """Wait until fewer than DEPTH shares wait for the trainer."""
+        while len(self._ranks[0].shares) >= DEPTH:
+            self.taken.clear()
+            await self.taken.wait()
+
+
+class OpenServer(BoundedServer):
     """Without keys, for the measurement only: everybody is rank 0."""
 
     def _lock(self) -> str:
@@ -42,10 +61,10 @@ def produce(control: Control, passes: Passes, scratch: Path, encrypted: bool = T
     rundir = RunDir.create(scratch / "run")
     rundir.make_attempt()
     auth.make_keys(rundir, 1)
-    asyncio.run(_serve(control, passes, (QueueServer if encrypted else OpenServer)(rundir, PLAN, 1, {})))
+    asyncio.run(_serve(control, passes, (BoundedServer if encrypted else OpenServer)(rundir)))
 
 
-async def _serve(control: Control, passes: Passes, server: QueueServer) -> None:
+async def _serve(control: Control, passes: Passes, server: BoundedServer) -> None:
     work, number = batches(), 0
     await server.start()
     control.tell("up")
@@ -54,6 +73,7 @@ async def _serve(control: Control, passes: Passes, server: QueueServer) -> None:
         for _ in range(passes.batches):
             samples = work[number % DIFFERENT]
             share = Share(number, 0, SampleBatch.from_samples(samples), MICRO_BATCHES, [len(samples)], [0], {})
+            await server.room()
             await server.put(number, [share])
             number += 1
     await asyncio.to_thread(control.hear)

@@ -2,7 +2,7 @@
 back; and the formats of other messages between processes.
 
 Open `server.py` (the rollout process's side) and `client.py` (a rank's) first. `share_format.py` says what the bytes of
-a share are, `auth.py` who may connect, `frames.py` how large a message may be. `token_frames.py` has the
+a share are, `messages.py` all else that is said, `auth.py` who may connect. `token_frames.py` has the
 requests of samples to engines, `torch_store.py` torch's store on one address, and `pickles/` the plain types that may
 be unpickled.
 """

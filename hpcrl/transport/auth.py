@@ -92,7 +92,12 @@ def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False, sand
     services: list[tuple[Service, int]] = [("queue", dp_size)]
     services += [("sandboxes", 1)] * sandboxes
     for service, count in services:
-        _make(rundir.keys, service, count, write_unread)
+        server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
+        keys = ServerKeys(*server, tuple(public for public, _ in clients))
+        write_unread(_server_file(rundir.keys, service), msgspec.json.encode(keys))
+        for number, client in enumerate(clients):
+            file = _client_file(rundir.keys, number, service)
+            write_unread(file, msgspec.json.encode(ClientKeys(*client, server[0])))
     if not engines_continue:
         write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
 
@@ -102,15 +107,6 @@ def forget_keys(rundir: RunDir) -> None:
     with contextlib.suppress(OSError):
         for path in rundir.keys.iterdir():
             path.unlink(missing_ok=True)
-
-
-def _make(folder: Path, service: Service, count: int, write: Callable[[Path, bytes], None]) -> None:
-    """The files of a service with so many clients."""
-    server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
-    keys = ServerKeys(*server, tuple(public for public, _ in clients))
-    write(_server_file(folder, service), msgspec.json.encode(keys))
-    for number, client in enumerate(clients):
-        write(_client_file(folder, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
 
 
 # ---- keys of engines that a run has not started
@@ -186,12 +182,7 @@ def server_keys(rundir: RunDir, service: Service = "queue") -> ServerKeys:
 
 def client_keys(rundir: RunDir, number: int, service: Service = "queue") -> ClientKeys:
     """The keys of a client; of the queue: of data-parallel rank `number`."""
-    return keys_in(rundir.keys, number, service)
-
-
-def keys_in(folder: Path, number: int, service: Service) -> ClientKeys:
-    """The same, by the run's directory of keys."""
-    return _load(_client_file(folder, number, service), ClientKeys)
+    return _load(_client_file(rundir.keys, number, service), ClientKeys)
 
 
 def _borrowed_file(rundir: RunDir, index: int) -> Path:
@@ -240,11 +231,6 @@ def lock_client(socket: zmq.Socket, keys: ClientKeys) -> None:
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
     socket.curve_serverkey = keys.server.encode()
-
-
-def key_bytes(key: str) -> bytes:
-    """A key of 40 characters (Z85) as the 32 bytes that libzmq tells."""
-    return z85.decode(key)
 
 
 def rank_of(frame: zmq.Frame) -> int:

@@ -18,7 +18,7 @@ PIECE = 2**13
 LIMIT = PIECE + 2**10
 
 
-def cut(message: bytes, piece: int = PIECE) -> list[bytes]:
+def cut(message: Any, piece: int = PIECE) -> list[Any]:
     """A message as the frames that it is sent in."""
     if len(message) <= piece:
         return [message]

@@ -2,35 +2,94 @@
 
     ROUTER, CURVE with a ZAP allow-list, bound to the rollout's host on a port that the system chose
 
-Invariants: a rank is known by its key and gets its own shares only; a share is kept until its rank has acknowledged it,
-and a client that comes back, or takes the place of a dead one, gets what is not acknowledged once more; a call runs its
-handler once, however often it arrives; nothing that a peer sends ends the server.
+Invariants: a rank is known by its key and gets its own shares only; a share is kept until its rank has asked for a
+later one, and is the same bytes however often it is asked for; a call runs its handler once, however often it arrives,
+and its answer is kept until its client makes another; nothing that a peer sends ends the server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.run.peers import RolloutPeer, publish
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport import auth, messages, sockets
-from hpcrl.transport.buffer_pool import keep_freed_memory
-from hpcrl.transport.rank_state import MAX_CALLS, Calls, PendingShares, Rank, RankConnection
 from hpcrl.transport.share_format import Buffer, Share, WireError, encode
-from hpcrl.utils.deadline import Deadline
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+_PENDING = [messages.pack(messages.Pending())]
+
+
+@dataclass
+class _Answer:
+    """The frames of an answer.
+
+    Attributes:
+        route: the connection that they were last written to: it delivers them, or it breaks.
+    """
+
+    frames: list[Buffer]
+    route: bytes = b""
+
+
+@dataclass
+class _Call:
+    """The last call of a client, and the connection over which it came last."""
+
+    number: int
+    route: bytes
+    answer: _Answer | None = None
+
+
+@dataclass
+class Rank:
+    """One data-parallel rank, across connections.
+
+    Attributes:
+        shares: by rollout id, until the rank has asked for a later one.
+        first, last: the rollouts whose shares it asked for last, over the connection `route`.
+        calls: the last of each client: one in a run.
+    """
+
+    number: int
+    shares: dict[int, _Answer] = field(default_factory=dict)
+    first: int = 0
+    last: int = -1
+    route: bytes = b""
+    calls: dict[str, _Call] = field(default_factory=dict)
+
+    def refusal(self, hello: messages.Hello, plan: Plan, dp_size: int) -> HpcrlError | None:
+        """Why a client that says `hello`, and holds this rank's key, is none of this run; None if it is one."""
+        here = f"trainer DP rank {self.number} on {hello.host}"
+        mine = (plan.run_id, plan.attempt)
+        its = (hello.run_id, hello.attempt)
+        if hello.protocol != messages.PROTOCOL:
+            return WireError(
+                f"{here} speaks queue protocol {hello.protocol}, the rollout process {messages.PROTOCOL}",
+                "use one version of hpcrl on all hosts",
+            )
+        if mine != its:
+            return PeerError(
+                f"{here} belongs to run {its[0]}, attempt {its[1]}; the rollout process to run {mine[0]}, attempt "
+                f"{mine[1]}"
+            )
+        if hello.dp_rank != self.number:
+            return PeerError(
+                f"{here} says that it is DP rank {hello.dp_rank}, but holds the key of DP rank {self.number}"
+            )
+        if hello.dp_size != dp_size:
+            return PeerError(f"{here} counts {hello.dp_size} DP ranks, the rollout process {dp_size}")
+        return None
 
 
 class QueueServer:
@@ -39,31 +98,16 @@ class QueueServer:
     Attributes:
         handlers: method -> coroutine function from parameters to result, both dicts of what msgpack can carry; each
             call is a task of its own.
-        depth: shares that a rank may leave unacknowledged before `put` waits.
-        lease: see `PendingShares`.
-        part_bytes: greatest part of a share.
     """
 
-    def __init__(
-        self,
-        rundir: RunDir,
-        plan: Plan,
-        dp_size: int,
-        handlers: Mapping[str, Handler],
-        *,
-        depth: int = 4,
-        lease: float = 60.0,
-        part_bytes: int = messages.PART_BYTES,
-    ) -> None:
+    def __init__(self, rundir: RunDir, plan: Plan, dp_size: int, handlers: Mapping[str, Handler]) -> None:
         self._rundir = rundir
         self._plan = plan
         self._handlers = dict(handlers)
-        self._depth = depth
-        self._ranks = [Rank(number, PendingShares(lease, part_bytes)) for number in range(dp_size)]
-        self._seats: dict[bytes, RankConnection] = {}
+        self._ranks = [Rank(number) for number in range(dp_size)]
+        self._last_put = -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: PeerError | None = None
-        self._progress = asyncio.Event()
         self._context: zmq.asyncio.Context | None = None
         self._door: auth.CurveAuthenticator | None = None
 
@@ -76,7 +120,7 @@ class QueueServer:
             HpcrlError: if that fails.
         """
         host = sockets.bind_address(self._plan)
-        keep_freed_memory()
+        sockets.keep_freed_memory()
         self._context = zmq.asyncio.Context(io_threads=min(4, len(self._ranks)))
         self._socket = self._context.socket(zmq.ROUTER)
         sockets.set_limits(self._socket, server=True)
@@ -121,50 +165,37 @@ class QueueServer:
 
     # ---- what the rollout process does
 
-    async def put(self, rollout_id: int, shares: Sequence[Share], timeout: float = 3600.0) -> None:
-        """Hand over one share per data-parallel rank.
+    async def put(self, rollout_id: int, shares: Sequence[Share]) -> None:
+        """Hand over one share per data-parallel rank; few are kept, as the trainer asks for one rollout at a time.
 
-        Ids must go up. The arrays must not change until the shares are acknowledged. Waits while a rank has `depth`
-        unacknowledged shares.
+        Ids must go up. The arrays must not change until the ranks have them.
 
         Raises:
-            DeadlineError: names the ranks after `timeout` seconds, PeerError after `fail`.
+            PeerError: after `fail`.
         """
         if len(shares) != len(self._ranks) or any(share.rollout_id != rollout_id for share in shares):
             raise ValueError(
                 f"rollout {rollout_id}: one share of that rollout for each of {len(self._ranks)} ranks expected"
             )
-        frames = [encode(share) for share in shares]
-        await self._room(rollout_id, timeout)
-        for rank, its_frames in zip(self._ranks, frames, strict=True):
-            rank.outbox.put(rollout_id, its_frames)
-        await self._update()
+        if rollout_id <= self._last_put:
+            raise ValueError(f"the share of rollout {rollout_id} was put after that of rollout {self._last_put}")
+        answers = [_Answer(messages.answer(("share", rollout_id), encode(share))) for share in shares]
+        if self._failure:
+            raise self._failure
+        self._last_put = rollout_id
+        for rank, answer in zip(self._ranks, answers, strict=True):
+            rank.shares[rollout_id] = answer
+            await self._deliver(rank)
 
     async def fail(self, message: str) -> None:
         """Answer every fetch and call, waiting or to come, with this error."""
         self._failure = self._failure or PeerError(message)
         for rank in self._ranks:
-            for call_id in rank.calls.unanswered():
-                await self._finish(rank, rank.calls, messages.failed(self._failure, call_id))
-        await self._update()
+            for call in list(rank.calls.values()):
+                await self._finish(call, messages.failed(self._failure, ("call", call.number)))
+            await self._send(rank.route, messages.failed(self._failure, ("share", rank.first)))
 
-    async def _room(self, rollout_id: int, timeout: float) -> None:
-        end = Deadline(timeout)
-        while not self._failure and (full := [rank for rank in self._ranks if len(rank.outbox) >= self._depth]):
-            self._progress.clear()
-            try:
-                await asyncio.wait_for(self._progress.wait(), end.left)
-            except TimeoutError:
-                who = ", ".join(rank.name for rank in full)
-                what = (
-                    f"{who} took none of {self._depth} waiting shares within {timeout:g} s; rollout {rollout_id} waits "
-                    "behind them"
-                )
-                raise DeadlineError(what, f"see the trainer's logs in {self._rundir.logs}") from None
-        if self._failure:
-            raise self._failure
-
-    # ---- what clients say
+    # ---- what clients ask
 
     async def _listen(self) -> None:
         while True:
@@ -173,122 +204,95 @@ class QueueServer:
                 await self._receive(route.bytes, frames)
             except Exception:  # noqa: BLE001  (a defect in one answer must not end the service of all ranks)
                 say(f"queue: while answering a peer:\n{traceback.format_exc()}")
-                await self._send(route.bytes, messages.Failed("the rollout process could not answer: see its log"))
+                error = PeerError("the rollout process could not answer: see its log")
+                await self._send(route.bytes, messages.failed(error))
 
     async def _receive(self, route: bytes, frames: list[zmq.Frame]) -> None:
         rank = self._rank_of(frames[0])
         try:
-            # libzmq's own ids begin with a zero byte and are never used again.  An id of the peer's choice could be
-            # that of a rank that left, and what is under way to that rank would go to the wrong one.
-            if not frames or route[:1] != b"\0":
+            # libzmq's own ids begin with a zero byte and are never used again.  One of the peer's choice could be that
+            # of an earlier connection, and what was sent over that would count as sent over this one.
+            if route[:1] != b"\0":
                 raise WireError(f"a message comes from an unnamed socket, this one from {route[:40]!r}")
-            message = messages.read_from_client(messages.whole([frame.buffer for frame in frames]))
+            message = messages.read_from_client([frame.buffer for frame in frames])
         except WireError as error:
-            if rank.complain():
-                say(f"queue: trainer DP rank {rank.number}: {error}")
+            say(f"queue: trainer DP rank {rank.number}: {error}")
             await self._send(route, messages.failed(error))
             return
-        if isinstance(message, messages.Hello):
-            await self._hello(rank, route, message)
-        elif (seat := self._seats.get(route)) is None:
-            await self._send(route, messages.WhoAreYou())
-        else:
-            await self._obey(rank, seat, message)
+        match message:
+            case messages.Hello():
+                await self._hello(rank, route, message)
+            case messages.Fetch():
+                await self._fetch(rank, route, message)
+            case messages.Call():
+                await self._call(rank, route, message)
 
     async def _hello(self, rank: Rank, route: bytes, hello: messages.Hello) -> None:
-        """Give the client its rank's seat, or say what does not fit."""
+        """Welcome the client, or say what does not fit."""
         if refusal := rank.refusal(hello, self._plan, len(self._ranks)):
-            if rank.complain():
-                say(f"queue: {refusal}")
-            await self._send(route, messages.failed(refusal))
-            return
-        if route not in self._seats:  # a Hello may come twice over one connection
-            if rank.seat is not None:
-                self._seats.pop(rank.seat.route, None)
-            self._seats[route] = rank.sit(route, hello)
-        await self._send(
-            route, messages.Welcome(messages.PROTOCOL, self._plan.run_id, self._plan.attempt, socket.gethostname())
-        )
-
-    async def _obey(self, rank: Rank, seat: RankConnection, message: messages.FromClient) -> None:
-        match message:
-            case messages.Fetch(rollout_id=wanted):
-                seat.waits_for = wanted
-                if wanted in rank.outbox or wanted > rank.outbox.last_done:
-                    rank.outbox.want(wanted, message.credit, message.have, time.monotonic())
-                    self._release(rank, seat)
-                await self._deliver(rank, seat)
-            case messages.Ack():
-                rank.outbox.acknowledge(message.rollout_id, message.part)
-                self._release(rank, seat)
-                await self._deliver(rank, seat)
-            case messages.Call():
-                await self._call(rank, message)
-            case messages.Ping():
-                await self._send(seat.route, messages.Pong())
+            say(f"queue: {refusal}")
+            await self._send(route, messages.failed(refusal, messages.HELLO))
+        else:
+            welcome = messages.Welcome(messages.PROTOCOL, self._plan.run_id, self._plan.attempt)
+            await self._send(route, [messages.pack(welcome)])
 
     # ---- shares
 
-    def _release(self, rank: Rank, seat: RankConnection) -> None:
-        """Shares may have been acknowledged: `put` may continue, and a fetch that has all it asked for is over."""
-        if seat.waits_for is not None and seat.waits_for <= rank.outbox.last_done:
-            seat.waits_for = None
-        self._progress.set()
+    async def _fetch(self, rank: Rank, route: bytes, fetch: messages.Fetch) -> None:
+        """Let go of what has arrived, and send what is there of what is wanted."""
+        to: messages.Request = ("share", fetch.first)
+        if self._failure:
+            await self._send(route, messages.failed(self._failure, to))
+        elif fetch.first < rank.first:
+            what = f"the share of rollout {fetch.first} was delivered to trainer DP rank {rank.number} before"
+            await self._send(route, messages.failed(PeerError(what), to))
+        else:
+            rank.route, rank.first, rank.last = route, fetch.first, fetch.last
+            rank.shares = {number: share for number, share in rank.shares.items() if number >= rank.first}
+            if not await self._deliver(rank):
+                await self._send(route, _PENDING)
 
-    async def _update(self) -> None:
-        """Something changed that fetches or puts may wait for."""
-        self._progress.set()
-        for seat in list(self._seats.values()):
-            await self._deliver(self._ranks[seat.rank], seat)
-
-    async def _deliver(self, rank: Rank, seat: RankConnection) -> None:
-        """Send the seat what its fetch can have now, and of later shares what its credit allows."""
-        if answer := rank.refuse_fetch(seat.waits_for, self._failure):
-            seat.waits_for = None
-            await self._send(seat.route, answer)
-            return
-        for part, pieces in list(rank.outbox.due(time.monotonic())):
-            if not await self._send(seat.route, part, pieces):
-                return
+    async def _deliver(self, rank: Rank) -> bool:
+        """Send the rank the shares that it wants and was not sent over its connection; whether there were any."""
+        due = [share for number, share in rank.shares.items() if rank.first <= number <= rank.last]
+        return any([await self._send_once(rank.route, share) for share in due])
 
     # ---- calls
 
-    async def _call(self, rank: Rank, call: messages.Call) -> None:
+    async def _call(self, rank: Rank, route: bytes, asked: messages.Call) -> None:
         """Start the handler if this call is new; repeat the answer if there is one."""
-        if not rank.calls.register_call(call.call_id):
-            await self._answer(rank, call.call_id)
-        elif self._failure:
-            await self._finish(rank, rank.calls, messages.failed(self._failure, call.call_id))
-        elif call.method not in self._handlers:
-            what = f"the rollout process has no method {call.method!r}, only {', '.join(sorted(self._handlers))}"
-            await self._finish(rank, rank.calls, messages.Failed(what, call_id=call.call_id))
-        elif len(rank.calls.unanswered()) > MAX_CALLS:
-            what = f"{MAX_CALLS} calls of {rank.name} are still running"
-            await self._finish(rank, rank.calls, messages.Failed(what, call_id=call.call_id))
-        else:
-            self._spawn(self._run(rank, rank.calls, call))
+        call = rank.calls.get(asked.client)
+        if call is None or asked.number > call.number:
+            call = rank.calls[asked.client] = _Call(asked.number, route)
+            self._spawn(self._run(call, asked))
+        elif asked.number == call.number:
+            call.route = route
+            if call.answer is None or not await self._send_once(route, call.answer):
+                await self._send(route, _PENDING)
 
-    async def _run(self, rank: Rank, calls: Calls, call: messages.Call) -> None:
+    async def _run(self, call: _Call, asked: messages.Call) -> None:
+        to: messages.Request = ("call", asked.number)
         try:
-            result = await self._handlers[call.method](call.params)
-            answer: messages.Reply | messages.Failed = messages.Reply(call.call_id, result)
-            messages.pack(answer)
+            if self._failure:
+                raise self._failure
+            if asked.method not in self._handlers:
+                methods = ", ".join(sorted(self._handlers))
+                raise PeerError(f"the rollout process has no method {asked.method!r}, only {methods}")
+            result = messages.pack(await self._handlers[asked.method](asked.params))
+            frames = messages.answer(to, [result])
         except HpcrlError as error:
-            answer = messages.failed(error, call.call_id)
+            frames = messages.failed(error, to)
         except Exception as error:  # noqa: BLE001  (the caller must learn of it, the server must live on)
-            say(f"queue: the handler of {call.method}:\n{traceback.format_exc()}")
-            what = f"{call.method} failed in the rollout process: {type(error).__name__}: {error}"
-            answer = messages.failed(PeerError(what, "see its log"), call.call_id)
-        await self._finish(rank, calls, answer)
+            say(f"queue: the handler of {asked.method}:\n{traceback.format_exc()}")
+            what = f"{asked.method} failed in the rollout process: {type(error).__name__}: {error}"
+            frames = messages.failed(PeerError(what, "see its log"), to)
+        await self._finish(call, frames)
 
-    async def _finish(self, rank: Rank, calls: Calls, answer: messages.Reply | messages.Failed) -> None:
-        """Keep the answer, and send it if the client that asked is still there."""
-        if calls.finish(answer) and calls is rank.calls:
-            await self._answer(rank, answer.call_id)
-
-    async def _answer(self, rank: Rank, call_id: int) -> None:
-        if rank.seat is not None and (answer := rank.calls.answer(call_id)):
-            await self._send(rank.seat.route, answer)
+    async def _finish(self, call: _Call, frames: list[Buffer]) -> None:
+        """Keep the answer of a call that has none, and send it."""
+        if call.answer is None:
+            call.answer = _Answer(frames)
+            await self._send_once(call.route, call.answer)
 
     # ---- sending
 
@@ -302,13 +306,19 @@ class QueueServer:
         if not task.cancelled() and (error := task.exception()):
             say(f"queue: {type(error).__name__}: {error}")
 
-    async def _send(self, route: bytes, message: messages.FromServer, pieces: Sequence[Buffer] = ()) -> bool:
-        """Send at once or not at all; False if the peer is gone or takes nothing: it will come back and say Hello."""
+    async def _send_once(self, route: bytes, answer: _Answer) -> bool:
+        """Send an answer that this connection has not been given; whether it was sent."""
+        if answer.route == route or not await self._send(route, answer.frames):
+            return False
+        answer.route = route
+        return True
+
+    async def _send(self, route: bytes, frames: list[Buffer]) -> bool:
+        """Send at once or not at all; False if the peer is gone or takes nothing: it will come back and ask again."""
         try:
-            await self._socket.send_multipart([route, *messages.to_client(message, pieces)], zmq.DONTWAIT, copy=False)
+            await self._socket.send_multipart([route, *frames], zmq.DONTWAIT, copy=False)
             return True
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._seats.pop(route, None)
             return False

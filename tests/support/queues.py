@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -45,7 +44,6 @@ class Served:
         handlers: dict[str, Any] | None = None,
         dp_size: int = 2,
         plan: Plan = PLAN,
-        **options: Any,
     ) -> None:
         self.rundir = rundir
         self.dp_size = dp_size
@@ -53,7 +51,7 @@ class Served:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = QueueServer(rundir, plan, dp_size, handlers or {}, **options)
+        self.server = QueueServer(rundir, plan, dp_size, handlers or {})
         self.run(self.server.start())
 
     def run(self, work: Coroutine[Any, Any, Any], timeout: float = WAIT) -> Any:
@@ -72,8 +70,8 @@ class Served:
         """Have the server's loop stand still, as that of a process that was stopped."""
         self._loop.call_soon_threadsafe(until.wait)
 
-    def put(self, rollout_id: int, *shares: Any, **options: Any) -> None:
-        self.run(self.server.put(rollout_id, shares, **options))
+    def put(self, rollout_id: int, *shares: Any) -> None:
+        self.run(self.server.put(rollout_id, shares))
 
     def client(self, rank: int = 0, timeout: float = WAIT, **options: Any) -> QueueClient:
         return QueueClient(self.rundir, options.pop("plan", self.plan), rank, self.dp_size, timeout, **options)
@@ -109,9 +107,17 @@ def tell(dealer: zmq.Socket, *said: Any) -> None:
 
 def hear(dealer: zmq.Socket, seconds: float = WAIT) -> Any:
     """The next message, without pieces; None if there is none."""
+    found = hear_all(dealer, seconds)
+    return found[0] if found else None
+
+
+def hear_all(dealer: zmq.Socket, seconds: float = WAIT) -> Any:
+    """The next message and the frames of the answer, if it is one; None if there is none."""
     if not dealer.poll(1000 * seconds):
         return None
-    return messages.read_from_server(dealer.recv_multipart()[0])
+    first, *pieces = dealer.recv_multipart()
+    message = messages.read_from_server(first)
+    return message, messages.join(message.sizes, pieces) if isinstance(message, messages.Answer) else []
 
 
 def hello(served: Served, rank: int = 0, **changes: Any) -> messages.Hello:
@@ -121,7 +127,7 @@ def hello(served: Served, rank: int = 0, **changes: Any) -> messages.Hello:
         "attempt": served.plan.attempt,
         "dp_rank": rank,
     }
-    fields |= {"dp_size": served.dp_size, "client": "raw", "host": "here", "pid": os.getpid()}
+    fields |= {"dp_size": served.dp_size, "host": "here"}
     return messages.Hello(**fields | changes)
 
 

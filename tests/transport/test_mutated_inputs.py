@@ -71,10 +71,9 @@ def of_file(read: Callable[[Path], Any]) -> Callable[[bytes], None]:
 WHOLE = [bytes(frame) for frame in encode(share(0))]
 PLAN = Plan("run", 0, (Location("node1", (0, 1)),), (Location("node2", (0,)),), Location("node1", ()))
 MESSAGES = [
-    messages.Hello(messages.PROTOCOL, "run", 0, 0, 2, "client", "host", 1),
-    messages.Fetch(3, 4, [1, 2]),
-    messages.Ack(3, 1),
-    messages.Call(1, "begin", {"state": {"a": [1, 2.5, None]}}),
+    messages.Hello(messages.PROTOCOL, "run", 0, 0, 2, "host"),
+    messages.Fetch(3, 4),
+    messages.Call("client", 1, "begin", {"state": {"a": [1, 2.5, None]}}),
 ]
 FAILURE = msgspec.json.encode(AttemptFailure("trainer", 0, "it failed", 1.0))
 STATE = msgspec.json.encode(JobState("running", 1.0, host="node1", pid=3))
@@ -83,8 +82,17 @@ RECORD = b'{"rollout_id": 3, "time": 1.5, "train/loss": 0.25, "rollout/reward": 
 DECODERS: dict[str, tuple[list[bytes], Callable[[bytes], Any], tuple[type[Exception], ...]]] = {
     "headers of shares": ([WHOLE[0]], lambda data: decode([data, *WHOLE[1:]]), (WireError,)),
     "columns of shares": ([WHOLE[2]], lambda data: decode([*WHOLE[:2], data, *WHOLE[3:]]), (WireError,)),
-    "messages of clients": ([messages.pack(m) for m in MESSAGES], messages.read_from_client, (WireError,)),
-    "messages of the server": ([messages.pack(messages.Failed("no"))], messages.read_from_server, (WireError,)),
+    "messages of clients": (
+        [messages.pack(m) for m in MESSAGES],
+        lambda data: messages.read_from_client([data]),
+        (WireError,),
+    ),
+    "messages of the server": (
+        [messages.pack(m) for m in (messages.Failed("no"), messages.Answer(("share", 1), [1, 2]))],
+        messages.read_from_server,
+        (WireError,),
+    ),
+    "results of calls": ([messages.pack({"a": [1, 2.5, None]})], messages.read_result, (WireError,)),
     "state": ([STATE], of_file(lambda path: read_json(path, JobState)), (Damaged,)),
     "errors": ([FAILURE], of_file(lambda path: read_json(path, AttemptFailure)), (Damaged,)),
     "metrics": ([RECORD], parse_record, ()),

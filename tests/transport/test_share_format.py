@@ -301,7 +301,7 @@ def test_deep_nesting_is_refused() -> None:
         decode([b"\x91" * 100_000 + b"\x00", *frames_of(share())[1:]])
     with pytest.raises(WireError):
         messages.read_from_client(
-            b"\x84\xa2is\xa4call\xa7call_id\x00\xa6method\xa1m\xa6params\x81\xa1a" + b"\x91" * 100_000
+            [b"\x85\xa2is\xa4call\xa6client\xa1c\xa6number\x00\xa6method\xa1m\xa6params\x81\xa1a" + b"\x91" * 100_000]
         )
 
 
@@ -318,71 +318,84 @@ def test_a_column_of_another_kind_is_converted() -> None:
     assert same(decode(frames_of(wide)), its)
 
 
-# ---- messages and parts
+# ---- messages and pieces
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_is_no_message(frame: bytes) -> None:
-    for read in (messages.read_from_client, messages.read_from_server):
+    for read in (lambda one: messages.read_from_client([one]), messages.read_from_server):
         with pytest.raises(WireError):
             read(frame)
 
 
 def test_a_message_of_the_wrong_side_is_refused() -> None:
     with pytest.raises(WireError):
-        messages.read_from_client(messages.pack(messages.Pong()))
+        messages.read_from_client([messages.pack(messages.Pending())])
+    fetch = messages.Fetch(3, 4)
     with pytest.raises(WireError):
-        messages.read_from_server(messages.pack(messages.Ping()))
-    assert messages.read_from_client(messages.pack(messages.Fetch(3))) == messages.Fetch(3)
+        messages.read_from_server(messages.pack(fetch))
+    assert messages.read_from_client([messages.pack(fetch)]) == fetch
 
 
 @pytest.mark.parametrize("params", [{"a": object()}, {"a": 2**70}, {1: np.float32(1)}])
 def test_what_msgpack_cannot_carry_is_told(params: dict[Any, Any]) -> None:
     with pytest.raises(WireError, match="cannot be sent over"):
-        messages.pack(messages.Call(0, "m", params))
+        messages.pack(messages.Call("c", 0, "m", params))
 
 
 def test_too_large_a_message_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MAX_FRAME", 100)
+    monkeypatch.setattr(messages, "MAX_MESSAGE", 100)
     with pytest.raises(WireError, match="100 are allowed"):
-        messages.pack(messages.Call(0, "m", {"a": "x" * 100}))
+        messages.pack(messages.Call("c", 0, "m", {"a": "x" * 100}))
+    with pytest.raises(WireError, match="100 are allowed"):
+        messages.pack({"a": "x" * 100})
+    with pytest.raises(WireError, match="100 are allowed"):
+        messages.read_from_client([b"x" * 60, b"x" * 60])
 
 
 def test_errors_keep_their_class_if_it_is_ours() -> None:
-    there = messages.error_of(
-        messages.read_from_server(messages.pack(messages.failed(DataError("line 3", "hint it"), 5)))
-    )
+    there = messages.error_of(messages.read_from_server(*messages.failed(DataError("line 3", "hint it"), ("call", 5))))
     assert (type(there), str(there)) == (DataError, "line 3; hint it")
     assert type(messages.error_of(messages.Failed("x", kind="SystemExit"))) is PeerError
-    assert type(messages.error_of(messages.failed(HpcrlError("\ud800 surrogate")))) is PeerError
-    messages.pack(messages.failed(HpcrlError("\ud800 surrogate")))
+    surrogate = messages.failed(HpcrlError("\ud800 surrogate"))
+    assert type(messages.error_of(messages.read_from_server(*surrogate))) is PeerError
 
 
-@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 50), st.integers(1, 20))
-def test_parts_hold_the_frames_in_bounded_pieces(frames: list[bytes], limit: int, piece: int) -> None:
-    parts = messages.split(frames, limit, piece)
-    pieces = [one for part in parts for one in part]
-    assert all(sum(map(len, part)) <= limit for part in parts)
+def cut_and_joined(frames: list[bytes], piece: int) -> tuple[list[Any], list[Any]]:
+    """The pieces of an answer, and what is made of them."""
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(messages, "PIECE_BYTES", piece)
+        head, *pieces = messages.answer(("share", 0), frames)
+        return pieces, messages.join(messages.read_from_server(head).sizes, pieces)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 20))
+def test_an_answer_comes_in_bounded_pieces(frames: list[bytes], piece: int) -> None:
+    pieces, joined = cut_and_joined(frames, piece)
     assert all(len(one) <= piece for one in pieces)
-    assert len(parts) == max(1, -(-sum(map(len, frames)) // limit))
-    assert [bytes(frame) for frame in messages.join([len(frame) for frame in frames], pieces)] == frames
+    assert [bytes(frame) for frame in joined] == frames
 
 
 @given(st.lists(st.binary(max_size=9), max_size=5), st.lists(st.integers(0, 9), max_size=5))
 def test_pieces_of_other_sizes_are_refused(pieces: list[bytes], sizes: list[int]) -> None:
-    if sum(sizes) == sum(map(len, pieces)):
-        assert list(map(len, messages.join(sizes, pieces))) == sizes
+    if sizes == list(map(len, pieces)):
+        assert messages.join(sizes, pieces) == pieces
     else:
         with pytest.raises(WireError, match="were declared"):
             messages.join(sizes, pieces)
 
 
+def test_a_huge_declared_size_is_refused() -> None:
+    with pytest.raises(WireError, match="were declared"):
+        messages.join([2**62, 1], [b"x", b"y"])
+
+
 def test_frames_that_arrive_whole_are_not_copied() -> None:
     frames = [b"head", b"", b"x" * 100]
-    (part,) = messages.split(frames, piece=100)
+    _, joined = cut_and_joined(frames, 100)
     assert all(
         np.shares_memory(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8))
-        for a, b in zip(messages.join([4, 0, 100], part), frames, strict=True)
+        for a, b in zip(joined, frames, strict=True)
         if len(b)
     )

@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 #: (end of the file's name, function): the prompt is taken; the trainer has its share
-BEGINS = {("rollout/prompts/prompt_source.py", "take"), ("transport/client.py", "_complete")}
+BEGINS = {("rollout/prompts/prompt_source.py", "next_groups"), ("transport/client.py", "fetch")}
 #: the share is in the queue's hands; the gradient is there
-ENDS = {("transport/rank_state.py", "put"), ("trainer/reference_and_critic.py", "trained")}
+ENDS = {("transport/server.py", "put"), ("trainer/reference_and_critic.py", "trained")}
 
 
 class Walk:

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from hpcrl.transport import buffer_pool
+from hpcrl.transport import sockets
 
 PROGRAM = """
 import resource, sys
 if sys.argv[1] == "keep":
-    from hpcrl.transport.buffer_pool import keep_freed_memory
+    from hpcrl.transport.sockets import keep_freed_memory
     keep_freed_memory()
 for _ in range(10):
     blocks = [b"x" * 3_000_000 for _ in range(10)]
@@ -32,5 +32,5 @@ def test_pages_are_used_again() -> None:
 
 def test_no_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     """A C library without mallopt is left as it is."""
-    monkeypatch.setattr(buffer_pool.ctypes, "CDLL", lambda _: object())
-    buffer_pool.keep_freed_memory()
+    monkeypatch.setattr(sockets.ctypes, "CDLL", lambda _: object())
+    sockets.keep_freed_memory()
