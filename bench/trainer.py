@@ -33,8 +33,10 @@ import numpy as np  # noqa: E402
 
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.microbatches import make_schedule  # noqa: E402
-from hpcrl.sample import COMPLETED, Sample, SampleBatch  # noqa: E402
+from hpcrl.sample import Sample  # noqa: E402
+from hpcrl.transport.sample_batch import SampleBatch  # noqa: E402
 from hpcrl.transport.share_format import Share  # noqa: E402
+from hpcrl.utils.sample_parts import COMPLETED  # noqa: E402
 
 MODEL = {
     "vocab_size": 4096,
@@ -68,12 +70,12 @@ def batch(low: int = 16, high: int = 448) -> SampleBatch:
         response = int(np.clip(low / 16 * rng.lognormal(4.6, 0.8), low, high))
         found.append(
             Sample(
-                group=number // 8,
-                index=number % 8,
+                group_index=number // 8,
+                response_index=number % 8,
                 tokens=rng.integers(1, MODEL["vocab_size"], prompt + response).astype(np.int32),
                 response_length=response,
                 loss_mask=np.ones(response, np.uint8),
-                logprobs=np.full(response, -8.0, np.float32),
+                rollout_log_probs=np.full(response, -8.0, np.float32),
                 versions=np.zeros(response, np.int32),
                 reward=float(rng.normal()),
                 status=COMPLETED,

@@ -1,349 +1,400 @@
-"""The data: a sample (prompt + response), a batch of samples as columns, and a sample as bytes.
+"""A sample: a prompt with one response.
 
-Invariants: a `SampleBatch` is a handful of contiguous numpy arrays, whatever the number of samples; the wire carries
-these arrays as they are (see `transport/share_format.py`), so no per-token Python object exists between engine and
-trainer. The columns are declared once, in COLUMNS, and the other fields in `Sample`; every form of bytes follows from
-these two.
+Invariants: columns of tokens are numpy arrays, so no per-token Python object exists between engine and trainer unless a
+function of the user's asks for one.  They are declared once, in `utils/sample_parts.py`, what else is sent and written
+in FIELDS: batches (`transport/sample_batch.py`) and bytes (`rollout/packed_samples.py`) follow from these two.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from hpcrl.errors import DataError
+from hpcrl.utils.sample_parts import (
+    COLUMNS,
+    COMPLETED,
+    ENDS,
+    PENDING,
+    REQUIRED,
+    PrefixCacheInfo,
+    SampleStatus,
+    SpecInfo,
+)
 
-PENDING = "pending"
-COMPLETED = "completed"
-TRUNCATED = "truncated"
-ABORTED = "aborted"
-STATUSES = (PENDING, COMPLETED, TRUNCATED, ABORTED)
+LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
+LARGEST_ATTRIBUTE = 2**20  #: bytes
 
 
-class TokenColumn(NamedTuple):
-    """A column with one entry for each token.
+class BadSample(DataError):
+    """What code of the user's has set of a sample is none; the text follows the name of that code."""
 
-    Attributes:
-        dtype: of its numbers, as they are stored and sent.
-        counted_by: the field of ROW that counts the tokens, "length" (prompt and response) or "response_length".
-        dims: further dimensions of an entry, of the same size for all tokens.
-        optional: only some runs have it, for all of their samples; it is in `Sample.extra` and `SampleBatch.extra`.
+
+class _Late:
+    """A field whose value is made when it is first read: a list of an array, or what `make` makes of the sample.
+
+    The value lies in the sample under the field's name with a "_" before it.
     """
 
-    dtype: np.dtype
-    counted_by: str
-    dims: int = 0
-    optional: bool = False
+    def __init__(self, make: Callable[[Sample], Any] = lambda sample: None) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_{name}"
+
+    def __get__(self, sample: Sample | None, owner: type) -> Any:
+        if sample is None:  # dataclass asks for the default
+            return None
+        value = vars(sample)[self._slot]
+        if value is None:
+            value = vars(sample)[self._slot] = self._make(sample)
+        elif isinstance(value, np.ndarray):
+            value = vars(sample)[self._slot] = value.tolist()
+        return value
+
+    def __set__(self, sample: Sample, value: Any) -> None:
+        vars(sample)[self._slot] = value
 
 
-#: every column of a sample; see `Sample` for what those are that all runs have
-COLUMNS: dict[str, TokenColumn] = {
-    "tokens": TokenColumn(np.dtype("<i4"), "length"),
-    "loss_mask": TokenColumn(np.dtype("u1"), "response_length"),
-    "logprobs": TokenColumn(np.dtype("<f4"), "response_length"),
-    "versions": TokenColumn(np.dtype("<i4"), "response_length"),
-    # float32 [response]: log-probs of the sampled tokens under a teacher, at the sampling temperature
-    "teacher_logprobs": TokenColumn(np.dtype("<f4"), "response_length", optional=True),
-    # uint8 [prompt + response, layers with experts, bytes]: the experts that the engine chose for each token that it
-    # read; a byte an expert, two (the lower first) in a model of more than 256; a token's are all 0 where the engine
-    # did not say, as of the last one, which it wrote and never read
-    "routed_experts": TokenColumn(np.dtype("u1"), "length", 2, optional=True),
-}
-REQUIRED = {name: column for name, column in COLUMNS.items() if not column.optional}
-OPTIONAL = {name: column for name, column in COLUMNS.items() if column.optional}
+class _Reward(_Late):
+    """The reward: with a `reward_key` an object of all its parts."""
+
+    def __get__(self, sample: Sample | None, owner: type) -> Any:
+        if sample is None:
+            return None
+        value = vars(sample)[self._slot]
+        if sample.reward_key and isinstance(value, int | float):
+            value = vars(sample)[self._slot] = {**sample.rewards, sample.reward_key: value}
+        return value
 
 
-@dataclass
+def _distinct_versions(sample: Sample) -> list[str]:
+    found = sample.array("versions").tolist() if sample.has("versions") else []
+    return [str(version) for version in dict.fromkeys(found)]
+
+
+@dataclass(repr=False)
 class Sample:
-    """One prompt with one response.
+    """One prompt with one response, under slime's names.
+
+    Functions of the user's read columns as lists, which they may edit and extend where they are; a run's own code
+    reads them by `array`, and no list is made.
 
     Attributes:
+        group_index: numbers the prompt over the whole run.
+        index: numbers the sample over the whole run.
         tokens: int32 [prompt + response].
-        loss_mask: uint8 [response].
-        logprobs: float32 [response], log-probabilities of the sampled tokens under the policy that sampled them, at the
-            sampling temperature.
-        versions: int32 [response], the policy version that each token was sampled under. `group` numbers the prompt
-            over the whole run, `index` the response within its group.
+        loss_mask: uint8 [response]; None: all 1.
+        rollout_log_probs: float32 [response], log-probabilities of the sampled tokens under the policy that sampled
+            them, at the sampling temperature.
+        reward: None until it is graded; a number, or with --reward-key an object that has it under that key.
+        weight_versions: the different ones of `versions`.
+        remove_sample: it is out of the loss; its reward counts in its group.
+        versions: int32 [response], the policy version that each token was sampled under.
+        response_index: numbers the response within its group, from 0; a group has `group_size` of them.
         baseline: the reward of the greedy response to the same prompt, NaN where none was asked for. prompt, label and
             metadata are the prompt file's.
         rewards: the parts of the reward by name, where it has several.
+        reward_key: the key of a reward that is an object.
         grading: "" or how it failed, "timeout" or "error" (then the reward is 0; in a rollout it trains nothing and
             counts in no group).
         grading_error: the reason.
-        extra: columns of OPTIONAL, by name.
         teacher_error: "" or why a teacher gave no log-probs (then they are the sample's own).
-        remove_sample: it is out of the loss; its reward counts in its group.
         transcript: of a response of several turns, or that a sandbox was used for: what
             `hpcrl.rollout.samplers.transcript` makes.
     """
 
-    group: int
-    index: int
-    tokens: np.ndarray
-    response_length: int
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    reward: float = 0.0
-    baseline: float = math.nan
-    status: str = PENDING
-    prompt: Any = None
+    group_index: int = 0
+    index: Any = _Late(lambda sample: sample.group_index * sample.group_size + sample.response_index)
+    rollout_id: int | None = None
+    prompt: Any = ""
+    tokens: Any = _Late(lambda sample: [])
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
+    response_length: int = 0
     label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    reward: Any = _Reward()
+    loss_mask: Any = _Late()
+    weight_versions: Any = _Late(_distinct_versions)
+    rollout_log_probs: Any = _Late()
+    rollout_routed_experts: Any = _Late()
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    remove_sample: bool = False
+    teacher_log_probs: Any = _Late()
+    status: SampleStatus = PENDING
+    metadata: dict[Any, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: Any = _Late(lambda sample: f"{sample.group_index}-{sample.response_index}")
+    non_generation_time: float = 0.0
+    spec_info: Any = _Late(lambda sample: SpecInfo())
+    prefix_cache_info: Any = _Late(lambda sample: PrefixCacheInfo())
+    versions: Any = _Late()
+    response_index: int = 0
+    group_size: int = 1
+    baseline: float = math.nan
     rewards: dict[str, float] = field(default_factory=dict)
+    reward_key: str | None = None
     grading: str = ""
     grading_error: str = ""
-    extra: dict[str, np.ndarray] = field(default_factory=dict)
     teacher_error: str = ""
-    remove_sample: bool = False
     transcript: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return (
+            f"Sample(group_index={self.group_index}, response_index={self.response_index}, status={self.status}, "
+            f"response_length={self.response_length})"
+        )
+
+    # ---- of the run's own code
+
+    def has(self, name: str) -> bool:
+        """Whether a column is set."""
+        return vars(self)[f"_{name}"] is not None
+
+    def array(self, name: str) -> np.ndarray:
+        """A column as an array; of one that is not set, 1 (loss_mask) or 0 for each token of the response."""
+        value = vars(self)[f"_{name}"]
+        if value is None:
+            shape = self.response_length if name != "tokens" else 0
+            return np.full(shape, name == "loss_mask", COLUMNS[name].dtype)
+        return value if isinstance(value, np.ndarray) else np.asarray(value, COLUMNS[name].dtype)
+
     def columns(self) -> dict[str, np.ndarray]:
         """The columns that it has, by name, in the order of COLUMNS."""
-        extra = {name: self.extra[name] for name in OPTIONAL if name in self.extra}
-        return {name: getattr(self, name) for name in REQUIRED} | extra
+        return {name: self.array(name) for name in COLUMNS if name in REQUIRED or self.has(name)}
 
-    def misfit(self) -> str:
-        """What is wrong with the sizes of its columns; "" if they fit its tokens and its response."""
-        sizes = {"length": len(self.tokens), "response_length": self.response_length}
-        if not 0 <= self.response_length <= len(self.tokens):
-            return f"a response of {self.response_length} tokens, {len(self.tokens)} of prompt and response"
-        for name, column in self.columns().items():
-            if len(column) != sizes[COLUMNS[name].counted_by]:
-                return f"{len(column)} {name} for {sizes[COLUMNS[name].counted_by]} tokens"
-        return ""
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.array("tokens")) - self.response_length
 
+    @property
+    def score(self) -> float:
+        """The reward as a number; 0 where there is none."""
+        value = vars(self)["_reward"]
+        if isinstance(value, dict):
+            value = value[self.reward_key]
+        return 0.0 if value is None else value
 
-#: one row a sample; what the trainer needs to know of it besides the token columns
-ROW = np.dtype(
-    [
-        ("group", "<i8"),
-        ("index", "<i4"),
-        ("length", "<i4"),  # prompt + response
-        ("response_length", "<i4"),
-        ("trained", "<i8"),  # trained tokens (mask sum) of the response that it is of, all its samples together
-        ("status", "<i4"),  # position in STATUSES; PENDING: it is filling, or was not graded, and counts nowhere
-        ("reward", "<f8"),
-        ("baseline", "<f8"),  # NaN: none
-    ]
-)
+    @property
+    def graded(self) -> bool:
+        """Whether it has a reward."""
+        return vars(self)["_reward"] is not None
 
+    def replace(self, **changes: Any) -> Sample:
+        """A copy with other values, and with what functions have set besides the fields."""
+        found = copy.copy(self)
+        vars(found).update(_index=None, _session_id=None, _weight_versions=None)
+        for name, value in changes.items():
+            setattr(found, name, value)
+        return found
 
-@dataclass
-class SampleBatch:
-    """Samples as columns.
+    def attributes(self) -> dict[str, Any]:
+        """What a function has set besides the FIELDS and columns, as far as it is plain data."""
+        found = {}
+        for name, value in vars(self).items():
+            if name in FIELDS or name.startswith("_") or value is _DEFAULTS.get(name, _DEFAULTS):
+                continue
+            try:
+                data = msgspec.msgpack.encode(value)
+            except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+                continue
+            if len(data) <= LARGEST_ATTRIBUTE:
+                found[name] = msgspec.msgpack.decode(data)
+        return found
 
-    Attributes:
-        rows: ROW [n].
-        tokens: int32 [sum of length].
-        loss_mask: uint8, logprobs: float32, versions: int32, each [sum of response_length]; all in row order.
-        extra: columns of OPTIONAL, by name.
-    """
-
-    rows: np.ndarray
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    extra: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @classmethod
-    def from_samples(cls, samples: list[Sample]) -> SampleBatch:
-        """Columns of `samples`, in their order.
+    def check(self) -> None:
+        """Make arrays of lists, and refuse what is no sample: called when code of the user's has had it.
 
         Raises:
-            DataError: if some have an optional column and others have not.
+            BadSample: says what was set.
         """
-        rows = [
-            (
-                s.group,
-                s.index,
-                len(s.tokens),
-                s.response_length,
-                int(np.count_nonzero(s.loss_mask)),
-                STATUSES.index(s.status),
-                s.reward,
-                s.baseline,
-            )
-            for s in samples
-        ]
-        columns = {name: _join([getattr(s, name) for s in samples], kind.dtype) for name, kind in REQUIRED.items()}
-        extra = {name: _join([s.extra[name] for s in samples], OPTIONAL[name].dtype) for name in _optional(samples)}
-        return cls(whole_responses(np.array(rows, ROW)), **columns, extra=extra)
+        try:
+            status = SampleStatus(self.status)
+        except ValueError:
+            raise BadSample(f"set the status {self.status!r}: it is {', '.join(SampleStatus)}") from None
+        self.status = COMPLETED if status is SampleStatus.FAILED else status
+        if not isinstance(self.metadata, dict):
+            raise BadSample("set metadata that is not a dict")
+        self.response = str(self.response).encode(errors="replace").decode()
+        self.remove_sample = bool(self.remove_sample)
+        self.fold_reward()
+        self._check_columns()
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """The columns that it has, by name, in the order of COLUMNS."""
-        return {name: getattr(self, name) for name in REQUIRED} | self.extra
+    def fold_reward(self) -> None:
+        """Have the number of a reward that is an object, and its other numbers in `rewards`.
+
+        Raises:
+            BadSample: if it is no reward.
+        """
+        value = vars(self)["_reward"]
+        rewards = self.rewards
+        if isinstance(value, dict):
+            rewards = {name: part for name, part in value.items() if isinstance(part, int | float)}
+            if self.reward_key not in value:
+                lacks = f"{self.reward_key!r} is not in it" if self.reward_key else "give --reward-key"
+                raise BadSample(f"set the reward to an object with {', '.join(map(str, value))}: {lacks}")
+            value = value[self.reward_key]
+        try:
+            self.rewards = {str(name): float(part) for name, part in rewards.items() if math.isfinite(float(part))}
+        except (AttributeError, TypeError, ValueError):
+            raise BadSample("set rewards to what is not a dict of numbers") from None
+        if value is None:
+            return
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise BadSample(f"set the reward to {value!r:.100}, which is not a number") from None
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            raise BadSample(f"set the reward to {number:g}: it must be finite, and at most {LARGEST:g}")
+        self.reward = number
+
+    def _check_columns(self) -> None:
+        count = self.response_length
+        tokens = self._whole("tokens", np.int64, 0, 2**31)
+        if not isinstance(count, int | np.integer) or not 0 <= count <= len(tokens):
+            raise BadSample(
+                f"set response_length to {count!r}, of {len(tokens)} tokens of prompt and response together"
+            )
+        self.response_length = int(count)
+        self._whole("loss_mask", np.int64, 0, 2)
+        self._whole("versions", np.int64, 0, 2**31)
+        self._whole("rollout_log_probs", np.float64)
+        self._whole("teacher_log_probs", np.float64)
+        for name in COLUMNS:
+            size = len(tokens) if COLUMNS[name].counted_by == "length" else count
+            if self.has(name) and len(self.array(name)) != size:
+                raise BadSample(f"set {len(self.array(name))} {name} for a response of {count} tokens")
+
+    def _whole(self, name: str, kind: type, least: float = -math.inf, end: float = math.inf) -> np.ndarray:
+        """The column as an array of its own type, which it stays; its numbers are finite, from `least` and below
+        `end`."""
+        if not self.has(name):
+            return self.array(name)
+        value = vars(self)[f"_{name}"]
+        try:
+            found = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, kind)
+        except (TypeError, ValueError, OverflowError):
+            found = np.zeros((0, 0))
+        if found.ndim != 1:
+            raise BadSample(f"set {name} to what is not a list of numbers")
+        if not ((found >= least) & (found < end) & (found > -math.inf)).all():
+            wanted = f"whole numbers from {least} to {end - 1}" if end < math.inf else "finite numbers"
+            raise BadSample(f"set {name} to other numbers than {wanted}")
+        found = vars(self)[f"_{name}"] = found.astype(COLUMNS[name].dtype, copy=False)
+        return found
+
+    # ---- slime's
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward as a number: of an object that under args.reward_key."""
+        return self.reward[args.reward_key] if args.reward_key else self.reward
 
     @property
-    def token_offsets(self) -> np.ndarray:
-        """int64 [n + 1]: where each sample's tokens begin and end."""
-        return _offsets(self.rows["length"])
+    def effective_response_length(self) -> int:
+        """Tokens of the response that are learned from."""
+        mask = vars(self)["_loss_mask"]
+        return self.response_length if mask is None else int(sum(mask))
 
-    @property
-    def response_offsets(self) -> np.ndarray:
-        """int64 [n + 1]: where each sample's response columns begin and end."""
-        return _offsets(self.rows["response_length"])
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Iterable[Any] | None = None,
+        log_probs: Iterable[Any] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Tokens behind the response: sampled ones with their log-probs, or (not `trainable`) those of a tool.
 
-    def select(self, indices: list[int] | np.ndarray) -> SampleBatch:
-        """The samples at `indices`, in that order, as a new batch."""
-        at = {name: _offsets(self.rows[name]) for name in ("length", "response_length")}
-
-        def cut(name: str, column: np.ndarray) -> np.ndarray:
-            bounds = at[COLUMNS[name].counted_by]
-            return _join([column[bounds[i] : bounds[i + 1]] for i in indices] or [column[:0]], COLUMNS[name].dtype)
-
-        columns = {name: cut(name, getattr(self, name)) for name in REQUIRED}
-        extra = {name: cut(name, column) for name, column in self.extra.items()}
-        return SampleBatch(self.rows[np.asarray(indices, dtype=np.int64)], **columns, extra=extra)
-
-    def offsets_of(self, name: str) -> np.ndarray:
-        """int64 [n + 1]: where each sample's part of a column begins and ends."""
-        return _offsets(self.rows[COLUMNS[name].counted_by])
-
-
-def responses_of(rows: np.ndarray) -> np.ndarray:
-    """int64 [n], numbered from 0: which response each row is of.  The samples of one response are together."""
-    keys = rows[["group", "index"]]
-    return np.cumsum(np.concatenate([[False], keys[1:] != keys[:-1]])[: len(rows)], dtype=np.int64)
-
-
-def whole_responses(rows: np.ndarray) -> np.ndarray:
-    """Rows whose `trained` are of single samples, with those of whole responses."""
-    numbers = responses_of(rows)
-    rows["trained"] = np.bincount(numbers, rows["trained"])[numbers] if len(rows) else 0
-    return rows
-
-
-def _optional(samples: list[Sample]) -> list[str]:
-    """Names of the optional columns that all samples have, in the order of OPTIONAL."""
-    found = set(samples[0].extra) if samples else set()
-    for sample in samples:
-        if other := found.symmetric_difference(sample.extra):
-            raise DataError(
-                f"some samples of a batch have {min(other)}, sample {sample.index} of group {sample.group} differs"
+        Raises:
+            ValueError: if log-probs are missing, too many, or given for tokens of a tool.
+        """
+        new = [int(token) for token in ([] if tokens is None else tokens)]
+        given = None if log_probs is None else [float(value) for value in log_probs]
+        if given is not None and len(given) != len(new):
+            raise ValueError(f"{len(given)} log_probs for {len(new)} tokens")
+        if new and trainable == (given is None):
+            raise ValueError(
+                "sampled tokens come with their log_probs" if trainable else "tokens of a tool have no log_probs"
             )
-    return [name for name in OPTIONAL if name in found]
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * self.response_length
+        self.tokens += new
+        self.loss_mask += [int(trainable)] * len(new)
+        self.rollout_log_probs += given or [0.0] * len(new)
+        self.response_length += len(new)
+        self.response += text or ""
+        if meta_info is not None and update_terminal_info:
+            self.update_from_meta_info(args, meta_info)
+
+    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
+        """What an answer's meta_info says: counts, the weights' version, how it ended."""
+        self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
+        if "weight_version" in meta_info:
+            self.weight_versions.append(meta_info["weight_version"])
+        self.status = ENDS.get(meta_info["finish_reason"]["type"], self.status)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, attributes that a function has set included."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        more = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        told = {name: own[name].to_dict() for name in ("spec_info", "prefix_cache_info")}
+        return {**own, **more, **told, "status": SampleStatus(self.status).value}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Sample:
+        """The sample again."""
+        known = {each.name for each in dataclasses.fields(Sample)}
+        sample = Sample(**{name: value for name, value in data.items() if name in known})
+        sample.status = SampleStatus(data["status"])
+        sample.spec_info = SpecInfo.from_dict(data.get("spec_info", {}))
+        sample.prefix_cache_info = PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
+        for name, value in data.items():
+            if name not in known:
+                setattr(sample, name, value)
+        return sample
 
 
-def _join(parts: list[np.ndarray], kind: np.typing.DTypeLike) -> np.ndarray:
-    return np.concatenate([np.asarray(p, kind) for p in parts]) if parts else np.zeros(0, kind)
+#: slime has them as classes of `Sample`, which as a dataclass would take annotated ones for fields
+for _name, _inner in {"Status": SampleStatus, "SpecInfo": SpecInfo, "PrefixCacheInfo": PrefixCacheInfo}.items():
+    setattr(Sample, _name, _inner)
 
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-
-# ---- a sample as bytes
-
-#: what a sample holds besides its columns -> its type
-FIELDS = {
-    f.name: kind
-    for f, kind in zip(dataclasses.fields(Sample), get_type_hints(Sample).values(), strict=True)
-    if f.name not in {"extra", *COLUMNS}
+#: what a sample has besides its columns, and is sent and written -> its type
+FIELDS: dict[str, Any] = {
+    "group_index": int,
+    "response_index": int,
+    "group_size": int,
+    "response_length": int,
+    "status": SampleStatus,
+    "prompt": Any,
+    "response": str,
+    "label": Any,
+    "metadata": dict,  # of a user's function, whose keys may be numbers
+    "reward": float | None,
+    "rewards": dict[str, float],
+    "reward_key": str | None,
+    "baseline": float,
+    "grading": str,
+    "grading_error": str,
+    "teacher_error": str,
+    "remove_sample": bool,
+    "transcript": dict[str, Any],
 }
-
-
-def struct_of(name: str, without: Collection[str], **options: Any) -> type[msgspec.Struct]:
-    """A message with the FIELDS of a sample except for those `without`; all have a default.
-
-    Args:
-        options: of msgspec.defstruct.
-    """
-    defaults = {
-        f.name: msgspec.field(default_factory=f.default_factory) if callable(f.default_factory) else f.default
-        for f in dataclasses.fields(Sample)
-    }
-    kinds = {"metadata": dict}  # of a user's function, whose keys may be numbers
-    fields = [(key, kinds.get(key, kind), defaults[key]) for key, kind in FIELDS.items() if key not in without]
-    return msgspec.defstruct(name, fields, module=__name__, **options)
-
-
-_HEAD = ("group", "index", "response_length", "status")
-_PackedFields: Any = struct_of("_PackedFields", _HEAD)
-_packed_fields = attrgetter(*_PackedFields.__struct_fields__)
-
-
-class _PackedColumn(msgspec.Struct):
-    """A column of `Sample.extra`."""
-
-    dtype: str
-    shape: list[int]
-    data: bytes
-
-
-class PackedSample(msgspec.Struct):
-    """A sample as msgspec writes it: in files, and to other processes.
-
-    Attributes:
-        columns: bytes of those of REQUIRED, or none of them.
-        fields: the other FIELDS of `Sample`.
-    """
-
-    group: int
-    index: int
-    response_length: int
-    columns: dict[str, bytes]
-    status: str
-    fields: _PackedFields
-    extra: dict[str, _PackedColumn]
-
-
-def pack(sample: Sample, columns: bool = True) -> PackedSample:
-    """A sample as it is written.
-
-    Args:
-        columns: whether those are too that have an entry for each token.
-    """
-    fields = _PackedFields(*_packed_fields(sample))
-    own, extra = {}, {}
-    if columns:
-        own = {
-            name: np.ascontiguousarray(getattr(sample, name), kind.dtype).tobytes() for name, kind in REQUIRED.items()
-        }
-        extra = {
-            name: _PackedColumn(column.dtype.str, list(column.shape), np.ascontiguousarray(column).tobytes())
-            for name, column in sample.extra.items()
-        }
-    return PackedSample(sample.group, sample.index, sample.response_length, own, sample.status, fields, extra)
-
-
-def unpack(packed: PackedSample, columns: bool = True) -> Sample:
-    """The sample again.
-
-    Args:
-        columns: False where `pack` was asked for none; those of REQUIRED are empty then.
-
-    Raises:
-        ValueError, KeyError, TypeError: if it is none.
-    """
-    own = {name: _array(packed.columns[name] if columns else b"", kind.dtype) for name, kind in REQUIRED.items()}
-    sample = Sample(
-        group=packed.group,
-        index=packed.index,
-        response_length=packed.response_length,
-        status=packed.status,
-        extra={name: _array(c.data, np.dtype(c.dtype)).reshape(c.shape) for name, c in packed.extra.items()},
-        **own,
-        **msgspec.structs.asdict(packed.fields),
-    )
-    if columns and (misfit := sample.misfit()):
-        raise ValueError(f"sample {packed.index} has {misfit}")
-    return sample
-
-
-def _array(data: bytes, dtype: np.dtype) -> np.ndarray:
-    if dtype.hasobject:
-        raise ValueError(f"a column of {dtype}")
-    return np.frombuffer(data, dtype).copy()
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Sample)}

@@ -1,12 +1,11 @@
-"""A sample as bytes: whatever `Sample` declares comes back from every form that it is written in."""
+"""A sample as bytes: whatever `Sample` declares comes back from every form that it is written in; and what of it is
+refused."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,25 +13,15 @@ import pytest
 
 from hpcrl.rollout.ledger import bank
 from hpcrl.rollout.ledger.group_progress import GroupProgress
+from hpcrl.rollout.packed_samples import pack, struct_of, unpack
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.saved_rollouts import read_rollout, write_rollout, write_samples
 from hpcrl.rollout.worker_messages import CustomCall, CustomResult, GradingTask, send_sample
-from hpcrl.sample import (
-    COLUMNS,
-    FIELDS,
-    OPTIONAL,
-    REQUIRED,
-    ROW,
-    STATUSES,
-    PackedSample,
-    Sample,
-    SampleBatch,
-    pack,
-    struct_of,
-    unpack,
-)
+from hpcrl.sample import FIELDS, BadSample, Sample
+from hpcrl.transport.sample_batch import ROW, SampleBatch
 from hpcrl.transport.share_format import WIRE, decode, encode
+from hpcrl.utils.sample_parts import COLUMNS, OPTIONAL, REQUIRED, STATUSES
 from tests.support.shares import share_of
 
 PROMPT, RESPONSE = 3, 5
@@ -46,20 +35,25 @@ def full() -> Sample:
         name: rng.integers(0, 2, (SIZES[kind.counted_by], *range(2, 2 + kind.dims))).astype(kind.dtype)
         for name, kind in COLUMNS.items()
     }
-    made = {int: 3, float: 0.5, str: "text", bool: True, Any: ["any"]}
-    values = {name: made.get(kind, {"a": 1.5}) for name, kind in get_type_hints(Sample).items() if name not in COLUMNS}
+    made = {int: 3, float: 0.5, float | None: 0.5, str: "text", str | None: "text", bool: True, Any: ["any"]}
+    values = {name: made.get(kind, {"a": 1.5}) for name, kind in FIELDS.items()}
     values |= {"response_length": RESPONSE, "status": STATUSES[2]}
-    values |= {name: columns.pop(name) for name in REQUIRED}
-    return Sample(**values | {"extra": columns})
+    sample = Sample(**values, **columns, train_metadata={"loss": "own"})
+    sample.turns = [2]  # type: ignore[attr-defined]  (as functions of slime's users do)
+    return sample
+
+
+def told(sample: Sample) -> dict[str, Any]:
+    """What it has besides columns."""
+    found = {name: getattr(sample, name) for name in FIELDS if name != "reward"}
+    return found | {"score": sample.score, "graded": sample.graded, "attributes": sample.attributes()}
 
 
 def assert_same(one: Sample, other: Sample, but: tuple[str, ...] = ()) -> None:
-    for field in dataclasses.fields(Sample):
-        if field.name in (*COLUMNS, *but, "extra"):
-            continue
-        assert getattr(one, field.name) == getattr(other, field.name), field.name
+    first, second = told(one), told(other)
+    assert [name for name in first if first[name] != second[name] and name not in but] == []
     assert one.columns().keys() == other.columns().keys()
-    assert one.columns().keys() == (COLUMNS if one.extra else REQUIRED).keys()
+    assert one.columns().keys() == (COLUMNS if one.has("teacher_log_probs") else REQUIRED).keys()
     for name, column in one.columns().items():
         there = other.columns()[name]
         assert column.dtype == there.dtype and column.shape == there.shape and (column == there).all(), name
@@ -93,22 +87,21 @@ def through_result(sample: Sample, _: Path) -> Sample:
 
 CODECS = [through_bank, through_saved_rollout, through_result]
 #: what a worker is not shown: how its sample was graded, and columns that may be larger than all others
-NOT_SHOWN = "reward baseline rewards grading grading_error extra teacher_error remove_sample transcript".split()
+NOT_SHOWN = [*"reward baseline rewards grading grading_error teacher_error remove_sample transcript".split(), *OPTIONAL]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.__name__)
 def test_every_declared_field_and_column_comes_back(codec: Callable[[Sample, Path], Sample], tmp_path: Path) -> None:
     sample = full()
-    defaults = {field.name: field.default for field in dataclasses.fields(Sample)}
-    same = [name for name in defaults if name not in COLUMNS and getattr(sample, name) == defaults[name]]
-    assert not same, "the test would not see that these are lost"
+    plain = told(Sample())
+    assert not [name for name, value in told(sample).items() if value == plain[name]], "it would not be seen"
     assert_same(sample, codec(sample, tmp_path))
 
 
 @pytest.mark.parametrize("codec", [through_grading, through_call], ids=lambda codec: codec.__name__)
 def test_every_field_that_a_worker_is_shown_comes(codec: Callable[[Sample, Path], Sample], tmp_path: Path) -> None:
-    sample, plain = full(), Sample(0, 0, np.zeros(0), 0, np.zeros(0), np.zeros(0), np.zeros(0))
-    shown = dataclasses.replace(sample, **{name: getattr(plain, name) for name in NOT_SHOWN})
+    sample, plain = full(), Sample()
+    shown = sample.replace(**{name: getattr(plain, name) for name in NOT_SHOWN})
     found = codec(sample, tmp_path)
     assert all(getattr(found, name) == getattr(shown, name) or name == "baseline" for name in NOT_SHOWN)
     assert_same(shown, found, ("baseline",))  # NaN
@@ -122,18 +115,9 @@ def test_a_share_carries_all_columns_and_rows() -> None:
         assert np.array_equal(share.batch.columns()[name], column) and name in WIRE, name
     row = dict(zip(ROW.names, share.table[0].item(), strict=True))
     assert row.pop("status") == STATUSES.index(sample.status)
-    assert row.pop("length") == len(sample.tokens) and row.pop("trained") == sample.loss_mask.sum()
+    assert row.pop("length") == len(sample.array("tokens")) and row.pop("trained") == sample.array("loss_mask").sum()
+    assert row.pop("reward") == sample.score
     assert row == {name: getattr(sample, name) for name in row}
-
-
-def test_rows_have_the_rewards_of_their_samples() -> None:
-    """In their order, also where some are taken out: a neighbour's reward would train the wrong response."""
-    samples = [
-        dataclasses.replace(full(), index=index, reward=reward) for index, reward in enumerate((0.25, 1.0, -2.0))
-    ]
-    batch = SampleBatch.from_samples(samples)
-    assert batch.rows["reward"].tolist() == [0.25, 1.0, -2.0]
-    assert batch.select([2, 0]).rows[["index", "reward"]].tolist() == [(2, -2.0), (0, 0.25)]
 
 
 def test_every_field_is_shown_in_the_sample_file(tmp_path: Path) -> None:
@@ -141,24 +125,16 @@ def test_every_field_is_shown_in_the_sample_file(tmp_path: Path) -> None:
     write_samples(tmp_path / "samples.jsonl", [sample])
     row = msgspec.json.decode((tmp_path / "samples.jsonl").read_bytes())
     names = {"response_length": "response_len", "remove_sample": "removed"}
-    for name in FIELDS:
+    names |= {"group_index": "group", "response_index": "index"}
+    sample.reward_key = None
+    for name in FIELDS.keys() - {"group_size", "reward_key"}:
         assert row[names.get(name, name)] == getattr(sample, name), name
+    assert row["attributes"] == {"train_metadata": {"loss": "own"}, "turns": [2]}
 
 
 def test_declared_columns_are_fields() -> None:
-    for kind in (Sample, SampleBatch):
-        arrays = {name for name, hint in get_type_hints(kind).items() if hint is np.ndarray}
-        assert arrays - {"rows"} == set(REQUIRED), kind
+    assert set(SampleBatch.__annotations__) - {"rows", "extra"} == set(REQUIRED)
     assert not set(REQUIRED) & set(OPTIONAL) and all(column.counted_by in ROW.names for column in COLUMNS.values())
-
-
-def test_what_an_earlier_version_wrote_is_read() -> None:
-    """Fields that are new have their default; those that are no more are left out."""
-    packed = msgspec.to_builtins(pack(full()))
-    del packed["fields"]["teacher_error"], packed["fields"]["baseline"]
-    found = unpack(msgspec.convert(packed | {"fields": packed["fields"] | {"gone": 1}}, PackedSample))
-    assert_same(full(), found, but=("teacher_error", "baseline"))
-    assert found.teacher_error == "" and math.isnan(found.baseline)
 
 
 def test_fields_left_out_are_not_in_the_message() -> None:
@@ -169,10 +145,37 @@ def test_fields_left_out_are_not_in_the_message() -> None:
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_of_another_length_is_refused(name: str) -> None:
     sample = full()
-    shorter = sample.columns()[name][1:]
-    if name in OPTIONAL:
-        sample.extra[name] = shorter
-    else:
-        setattr(sample, name, shorter)
-    with pytest.raises(ValueError, match=str(sample.index)):
-        unpack(pack(sample))
+    setattr(sample, name, sample.columns()[name][1:])
+    with pytest.raises(BadSample, match=name if name != "tokens" else "for a response of"):
+        sample.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("status", "done", "status 'done'"),
+        ("metadata", [], "not a dict"),
+        ("response_length", 9, "response_length to 9, of 8 tokens"),
+        ("response_length", 2.5, "response_length to 2.5"),
+        ("loss_mask", [2] * RESPONSE, "loss_mask to other .* from 0 to 1"),
+        ("loss_mask", "abc", "loss_mask to what .* list"),
+        ("rollout_log_probs", [float("nan")] * RESPONSE, "finite"),
+        ("versions", [-1] * RESPONSE, "versions to other numbers"),
+        ("tokens", [2**31] * (PROMPT + RESPONSE), "tokens to other numbers"),
+        ("reward", "good", "reward to 'good'"),
+        ("reward", float("inf"), "reward to inf"),
+        ("reward", {"acc": 1.0}, "object with acc: 'text'"),
+        ("rewards", 3, "dict of numbers"),
+    ],
+)
+def test_what_code_of_a_user_sets_is_checked(name: str, value: Any, words: str) -> None:
+    """The error says the field; and a good sample passes, as lists, a bare status and numbers of numpy's do."""
+    sample = full()
+    sample.tokens, sample.status = sample.tokens, "failed"  # type: ignore[assignment]
+    sample.reward, sample.remove_sample = {"text": np.float64(2), "acc": 1}, np.True_  # type: ignore[assignment]
+    sample.check()
+    assert (sample.status, sample.remove_sample, sample.score) == (STATUSES[1], True, 2.0), "failed ones are trained"
+    assert sample.rewards == {"text": 2.0, "acc": 1.0} and isinstance(vars(sample)["_tokens"], np.ndarray)
+    setattr(sample, name, value)
+    with pytest.raises(BadSample, match=words):
+        sample.check()

@@ -11,9 +11,9 @@ import zmq
 from bench.queue_roles.work import DIFFERENT, Control, Passes, batches, read, timed
 from hpcrl.plan import Location, Plan
 from hpcrl.run.rundir import RunDir
-from hpcrl.sample import SampleBatch
 from hpcrl.transport import auth
 from hpcrl.transport.client import QueueClient
+from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.transport.server import QueueServer, Rank
 from hpcrl.transport.share_format import Share
 

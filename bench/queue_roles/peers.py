@@ -120,7 +120,7 @@ def ray_queue(control: Control, passes: Passes, scratch: Path) -> list[float]:
 
 def _work() -> tuple[list[list[Any]], list[int]]:
     work = batches()
-    return work, [sum(read(s.tokens, s.loss_mask) for s in batch) for batch in work]
+    return work, [sum(read(s.array("tokens"), s.array("loss_mask")) for s in batch) for batch in work]
 
 
 # ---- Redis

@@ -15,7 +15,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from hpcrl.sample import COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import COMPLETED
 
 SAMPLES = 256
 GROUP = 8
@@ -78,12 +79,12 @@ def _sample(rng: np.random.Generator, number: int) -> Sample:
     length = int(np.clip(rng.lognormal(np.log(4096), 0.5), 2048, 8192))
     answer = length - PROMPT
     return Sample(
-        group=number // GROUP,
-        index=number % GROUP,
+        group_index=number // GROUP,
+        response_index=number % GROUP,
         tokens=rng.integers(0, 150_000, length, dtype=np.int32),
         response_length=answer,
         loss_mask=np.ones(answer, np.uint8),
-        logprobs=-rng.random(answer, dtype=np.float32),
+        rollout_log_probs=-rng.random(answer, dtype=np.float32),
         versions=np.full(answer, 7, np.int32),
         reward=1.0,
         status=COMPLETED,
@@ -96,14 +97,16 @@ def groups(batch: list[Sample]) -> list[list[Sample]]:
 
 def columns(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """ids, masks and log-probs of the samples, each in one array."""
-    return tuple(np.concatenate([getattr(s, name) for s in samples]) for name in ("tokens", "loss_mask", "logprobs"))
+    return tuple(
+        np.concatenate([s.array(name) for s in samples]) for name in ("tokens", "loss_mask", "rollout_log_probs")
+    )
 
 
 def facts(samples: list[Sample]) -> dict[str, Any]:
     """What a receiver needs beside the arrays."""
     return {
-        "group": [s.group for s in samples],
-        "lengths": [len(s.tokens) for s in samples],
+        "group": [s.group_index for s in samples],
+        "lengths": [len(s.array("tokens")) for s in samples],
         "responses": [s.response_length for s in samples],
         "rewards": [s.reward for s in samples],
     }
@@ -116,13 +119,15 @@ def read(ids: np.ndarray, mask: np.ndarray) -> int:
 
 def bytes_of(batch: list[Sample]) -> int:
     """Bytes of ids, masks and log-probs."""
-    return sum(s.tokens.nbytes + s.loss_mask.nbytes + s.logprobs.nbytes for s in batch)
+    return sum(
+        s.array("tokens").nbytes + s.array("loss_mask").nbytes + s.array("rollout_log_probs").nbytes for s in batch
+    )
 
 
 def timed(control: Control, passes: Passes, receive: Callable[[int], int]) -> list[float]:
     """Seconds of each timed pass.  receive(number of the batch) -> what `read` found; it is compared with what was
     sent."""
-    expected = [sum(read(s.tokens, s.loss_mask) for s in batch) for batch in batches()]
+    expected = [sum(read(s.array("tokens"), s.array("loss_mask")) for s in batch) for batch in batches()]
     seconds, number = [], 0
     for count in range(passes.warm + passes.timed):
         begun = time.perf_counter()

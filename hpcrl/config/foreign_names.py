@@ -1,20 +1,11 @@
-"""The names of slime's and vime's that functions written for them import and find here, and which modules import them.
+"""The names of slime's and vime's that functions written for them import and find here.
 
 `from slime.utils.types import Sample` works in every process that loads custom functions, without slime:
 `foreign_imports.py` answers it by this table.  A name in no row is Python's own ImportError when the function is
 loaded, before any engine is waited for.
-
-Invariant: a module's source is read, and never run, to see what it imports.
 """
 
 from __future__ import annotations
-
-import ast
-from collections.abc import Iterator
-from pathlib import Path
-
-from hpcrl.config.module_search import find_module, search_path
-from hpcrl.utils.untrusted_files import read_given_bytes
 
 ROOTS = ("slime", "vime")  #: the packages that are answered for
 _GRADERS = {
@@ -37,7 +28,7 @@ _ROLLOUT = {
 _TRACES = {"trace_function": "helpers:trace_function", "trace_span": "helpers:trace_span"}
 _HTTP = {"get": "http:get", "init_http_client": "http:init_http_client", "post": "http:post"}
 _MISC = {"SingletonMeta": "helpers:SingletonMeta", "load_function": "helpers:load_function"}
-_TYPES = {"Sample": "types:SlimeSample"}
+_TYPES = {"Sample": "helpers:Sample"}
 #: module, without its first word -> its names -> MODULE:NAME, which of hpcrl/rollout/slime_names it is
 MODULES: dict[str, dict[str, str]] = {
     "observability.trace_utils": _TRACES,
@@ -93,75 +84,3 @@ MODULES: dict[str, dict[str, str]] = {
 }
 #: the packages that these modules lie in
 PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"rollout"}
-
-
-def imported_roots(source: Path) -> set[str]:
-    """First words of what a module's file imports, wherever in it; what it can do without is not counted."""
-    tree = _parsed(source)
-    return set() if tree is None else set(_roots(tree))
-
-
-def written_for_slime(path: str) -> bool:
-    """Whether the module of the function `path` imports anything of theirs; its source is read, and not run."""
-    file = _file_of(path.rpartition(".")[0])
-    return file is not None and not imported_roots(file).isdisjoint(ROOTS)
-
-
-def _roots(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name.partition(".")[0] for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-        yield (node.module or "").partition(".")[0]
-    if isinstance(node, ast.With) and any(_suppresses_missing(item.context_expr) for item in node.items):
-        return
-    inner = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Try) and any(_catches_missing(handler) for handler in node.handlers):
-        inner = [*node.handlers, *node.orelse, *node.finalbody]
-    for each in inner:
-        if isinstance(each, ast.stmt | ast.excepthandler | ast.match_case):
-            yield from _roots(each)
-
-
-def _parsed(file: Path) -> ast.Module | None:
-    try:
-        return ast.parse(read_given_bytes(file))
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
-def _file_of(module: str) -> Path | None:
-    """The Python file of a module, which is not imported for it; None if there is none."""
-    where: list[str] = [*search_path()]
-    parts = module.split(".")
-    spec = None
-    for depth in range(1, len(parts) + 1):
-        spec = find_module(".".join(parts[:depth]), where, top=depth == 1)
-        if spec is None or (spec.submodule_search_locations is None and depth < len(parts)):
-            return None
-        where = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec is not None and (spec.origin or "").endswith(".py") else None
-
-
-def _catches_missing(handler: ast.ExceptHandler) -> bool:
-    """Whether a module does without what cannot be imported."""
-    if any(isinstance(node, ast.Raise) for node in ast.walk(handler)):
-        return False
-    return handler.type is None or _is_missing(handler.type)
-
-
-def _is_missing(kinds: ast.AST) -> bool:
-    """Whether an import's failure is among these exceptions."""
-    names = {node.id for node in ast.walk(kinds) if isinstance(node, ast.Name)}
-    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
-
-
-def _suppresses_missing(context: ast.expr) -> bool:
-    """Whether it is `suppress(ImportError)`, or with another kind that includes it."""
-    if not isinstance(context, ast.Call) or _last(context.func) != "suppress":
-        return False
-    return any(_is_missing(kind) for kind in context.args)
-
-
-def _last(node: ast.expr) -> str:
-    """The last word of a dotted name, "" for what is none."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

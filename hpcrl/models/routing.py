@@ -46,7 +46,7 @@ class Routing:
 
     @property
     def dtype(self) -> np.dtype:
-        """In which `Sample.extra["routed_experts"]` holds the number of an expert."""
+        """In which `Sample.rollout_routed_experts` holds the number of an expert."""
         import numpy as np
 
         return np.dtype("u1") if self.experts <= 256 else np.dtype("<u2")

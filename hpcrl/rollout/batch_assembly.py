@@ -24,19 +24,10 @@ from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED
-from hpcrl.sample import (
-    COMPLETED,
-    OPTIONAL,
-    PENDING,
-    REQUIRED,
-    STATUSES,
-    TRUNCATED,
-    Sample,
-    SampleBatch,
-    responses_of,
-    whole_responses,
-)
+from hpcrl.sample import Sample
+from hpcrl.transport.sample_batch import SampleBatch, responses_of, whole_responses
 from hpcrl.transport.share_format import Share
+from hpcrl.utils.sample_parts import COMPLETED, OPTIONAL, PENDING, REQUIRED, STATUSES, TRUNCATED
 
 AGES = 8  #: policy versions that are told apart in metrics
 
@@ -67,7 +58,7 @@ class Rollout:
         Raises:
             ValueError: if it is not wanted (any more): no response counts twice.
         """
-        key = group, index = samples[0].group, samples[0].index
+        key = group, index = samples[0].group_index, samples[0].response_index
         for sample in samples:
             if sample.status not in (COMPLETED, TRUNCATED):
                 raise ValueError(f"sample {index} of group {group} is {sample.status}")
@@ -88,7 +79,7 @@ class Rollout:
     def rewards(self) -> list[float]:
         """The reward of every response, by group and index: the mean of its samples'."""
         found = [self._found[key] for key in sorted(self._found)]  # NaN where a grading failed
-        return [float(np.mean([math.nan if one.grading else one.reward for one in several])) for several in found]
+        return [float(np.mean([math.nan if one.grading else one.score for one in several])) for several in found]
 
 
 def check_staleness(samples: Sequence[Sample], version: int, bound: int | None = 0) -> None:
@@ -97,12 +88,12 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int | None =
     """
     allowed = "by any number" if bound is None else f"by {bound} at most"
     for sample in samples:
-        oldest = int(sample.versions.min())
-        newest = int(sample.versions.max())
+        oldest = int(sample.array("versions").min())
+        newest = int(sample.array("versions").max())
         if (bound is not None and version - oldest > bound) or newest > version:
             raise HpcrlError(
-                f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to "
-                f"{newest}, the trainer is at {version} and may lag {allowed}"
+                f"sample {sample.response_index} of group {sample.group_index} was sampled under policy versions "
+                f"{oldest} to {newest}, the trainer is at {version} and may lag {allowed}"
             )
 
 
@@ -129,8 +120,9 @@ def _graded(batch: SampleBatch, samples: Sequence[Sample], each: int) -> SampleB
     """
     if not any(sample.grading for sample in samples):
         return batch
-    left = Counter(group for group, _ in {(sample.group, sample.index) for sample in samples if not sample.grading})
-    out = np.asarray([bool(sample.grading) or left[sample.group] < min(2, each) for sample in samples])
+    kept = {(sample.group_index, sample.response_index) for sample in samples if not sample.grading}
+    left = Counter(group for group, _ in kept)
+    out = np.asarray([bool(sample.grading) or left[sample.group_index] < min(2, each) for sample in samples])
     rows = batch.rows.copy()
     owner = np.repeat(np.arange(len(rows)), rows["response_length"])
     mask = np.where(out[owner], 0, batch.loss_mask).astype(np.uint8)
@@ -200,11 +192,11 @@ def batch_metrics(
     if not sampled:
         return found
     rewards = np.ma.masked_invalid(rollout.rewards()).reshape(-1, rollout.n_samples_per_prompt)
-    stale = version - np.concatenate([s.versions for s in samples])
+    stale = version - np.concatenate([s.array("versions") for s in samples])
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples, dropped).items()}
     if lost := sum(sample.metadata.get(UNSAMPLED, 0) for sample in samples):
         found[f"rollout/{UNSAMPLED}"] = float(lost)
-    if "teacher_logprobs" in samples[0].extra:
+    if samples[0].has("teacher_log_probs"):
         found["rollout/opd_teacher_errors"] = float(sum(bool(s.teacher_error) for s in samples))
     rate = float(lengths.sum()) / max(seconds, 1e-9)
     found |= {"perf/tokens_per_sec_per_gpu": rate / gpus} if gpus else {}
@@ -221,7 +213,7 @@ def batch_metrics(
 def ages(samples: Sequence[Sample], version: int) -> dict[str, float]:
     """How many of the tokens, and which share, were sampled how many policy versions before `version`, the trainer's;
     the last counts all that are older."""
-    stale = np.minimum(version - np.concatenate([s.versions for s in samples]), AGES)
+    stale = np.minimum(version - np.concatenate([s.array("versions") for s in samples]), AGES)
     counts = [
         (f"{age}{'+' * (age == AGES)}", float(count)) for age, count in enumerate(np.bincount(stale, minlength=1))
     ]

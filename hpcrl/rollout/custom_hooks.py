@@ -11,7 +11,6 @@ error that names its option; whatever they return is checked before anybody reli
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -21,19 +20,19 @@ import numpy as np
 
 from hpcrl.config.custom_functions import named, said_of, settled, short, trace_of
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import option_text, paths_of
-from hpcrl.errors import DataError, HpcrlError
-from hpcrl.rollout.slime_names.adapters import adapted
-from hpcrl.sample import TRUNCATED, Sample, SampleBatch
+from hpcrl.config.plugin_points import option_text
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.slime_names.arguments import Arguments
+from hpcrl.sample import BadSample, Sample
+from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.utils.sample_parts import TRUNCATED
 
-#: what is given more than samples, and is called as it is
-_WHOLE = ("rollout_function_path", "eval_function_path", "data_source_path")
 #: what slime's train data may hold -> whether it must
 TRAIN_DATA = dict.fromkeys(("tokens", "response_lengths", "rewards"), True)
 TRAIN_DATA |= dict.fromkeys(("loss_masks", "rollout_log_probs", "raw_reward", "truncated", "sample_indices"), False)
 
 
-class BadSample(Exception):
+class FailedHook(Exception):
     """What a sample's hook has done to it.
 
     Attributes:
@@ -56,16 +55,8 @@ class RolloutHooks:
             own: of `plugin_points.load_points`.
         """
         self._options = options
-        made = options.custom_generate_function_path is not None  # which may set rewards
-        self._own = {
-            name: functions
-            if name in _WHOLE
-            else [
-                adapted(function, options, path, graded=made or name != "rollout_sample_hook_path")
-                for function, path in zip(functions, [*paths_of(options, name), *[""] * len(functions)], strict=False)
-            ]
-            for name, functions in own.items()
-        }
+        self._args = Arguments(options)
+        self._own = own
         self.rollout_id = 0
 
     def has(self, name: str) -> bool:
@@ -92,33 +83,47 @@ class RolloutHooks:
     def _shown(self, name: str) -> str:
         return f"{option_text(name)} {getattr(self._options, name)}"
 
-    async def _call(self, name: str, *given: Any) -> Any:
+    async def _call(self, name: str, *given: Any, samples: Sequence[Sample] = ()) -> Any:
+        """What a hook returns.
+
+        Args:
+            samples: that it was given, and may have changed.
+        """
         (function,) = self._own[name]
         with named(self._shown(name)):
-            return await settled(function(*given))
+            found = await settled(function(*given))
+        self._check(name, samples)
+        return found
+
+    def _check(self, name: str, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            try:
+                sample.check()
+            except BadSample as error:
+                shown = f"sample {sample.response_index} of group {sample.group_index}"
+                raise HpcrlError(f"{self._shown(name)} {error} ({shown})") from error
 
     # ---- a sample
 
     async def before_reward(self, sample: Sample, evaluation: bool) -> None:
-        """Let every hook see, change or replace the sample, in order.  BadSample if one raises or leaves no whole
+        """Let every hook see, change or replace the sample, in order.  FailedHook if one raises or leaves no whole
         sample."""
         paths = self._options.rollout_sample_hook_path
         for path, function in zip(paths, self._own.get("rollout_sample_hook_path", ()), strict=False):
             shown = f"--rollout-sample-hook-path {path}"
             try:
-                found = await settled(
-                    function(self._options, sample, rollout_id=self.rollout_id, evaluation=evaluation)
-                )
+                found = await settled(function(self._args, sample, rollout_id=self.rollout_id, evaluation=evaluation))
             except Exception as error:
-                raise BadSample(f"{shown} raised {said_of(error)}", trace_of(error)) from error
+                raise FailedHook(f"{shown} raised {said_of(error)}", trace_of(error)) from error
             if found is not None and not isinstance(found, Sample):
-                raise BadSample(f"{shown} returned {short(found)}, a Sample or nothing is wanted")
+                raise FailedHook(f"{shown} returned {short(found)}, a Sample or nothing is wanted")
             if found is not None and found is not sample:
-                for field in dataclasses.fields(Sample):
-                    if field.name not in ("group", "index"):
-                        setattr(sample, field.name, getattr(found, field.name))
-            if misfit := sample.misfit():
-                raise BadSample(f"{shown} left a sample with {misfit}")
+                who = {name: getattr(sample, name) for name in ("group_index", "response_index", "group_size")}
+                vars(sample).update(vars(found) | who)
+            try:
+                sample.check()
+            except BadSample as error:
+                raise FailedHook(f"{shown} {error}") from error
 
     # ---- a rollout
 
@@ -126,21 +131,21 @@ class RolloutHooks:
         """Let the filter set `remove_sample`, and take those out of the loss; then show everything, what was dropped
         included."""
         if self.has("rollout_sample_filter_path"):
-            await self._call("rollout_sample_filter_path", self._options, _groups(samples))
+            await self._call("rollout_sample_filter_path", self._args, _groups(samples), samples=samples)
         for sample in samples:
             if sample.remove_sample:
-                sample.loss_mask = np.zeros_like(sample.loss_mask)
+                sample.loss_mask = np.zeros_like(sample.array("loss_mask"))
         if self.has("rollout_all_samples_process_path"):
-            every = sorted([*samples, *dropped], key=lambda sample: (sample.group, sample.index))
-            await self._call("rollout_all_samples_process_path", self._options, _groups(every), source)
+            every = sorted([*samples, *dropped], key=lambda sample: (sample.group_index, sample.response_index))
+            await self._call("rollout_all_samples_process_path", self._args, _groups(every), source, samples=samples)
 
     async def log(self, samples: list[Sample], metrics: dict[str, float], seconds: float) -> dict[str, float]:
         """The metrics to log.  True from the function leaves out those of rollout/ that were there before it."""
         if not self.has("custom_rollout_log_function_path"):
             return metrics
         before = set(metrics)
-        given = (self.rollout_id, self._options, samples, metrics, seconds)
-        instead = await self._call("custom_rollout_log_function_path", *given)
+        given = (self.rollout_id, self._args, samples, metrics, seconds)
+        instead = await self._call("custom_rollout_log_function_path", *given, samples=samples)
         _numbers(metrics, self._shown("custom_rollout_log_function_path"))
         return {
             name: value
@@ -157,14 +162,14 @@ class RolloutHooks:
             return found
         data = {
             name: {
-                "rewards": [sample.reward for sample in some],
+                "rewards": [sample.score for sample in some],
                 "truncated": [sample.status == TRUNCATED for sample in some],
                 "samples": some,
             }
             for name, some in samples.items()
         }
         before = {name: set(row) for name, row in found.items()}
-        instead = await self._call("custom_eval_rollout_log_function_path", rollout_id, self._options, data, found)
+        instead = await self._call("custom_eval_rollout_log_function_path", rollout_id, self._args, data, found)
         for row in found.values():
             _numbers(row, self._shown("custom_eval_rollout_log_function_path"))
         if not instead:
@@ -180,16 +185,16 @@ class RolloutHooks:
         """The samples as columns, with the rewards that the trainer is to see."""
         rewards = await self._rewards(samples, metrics)
         if rewards is not None:
-            samples = [
-                dataclasses.replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)
-            ]
+            samples = [sample.replace(reward=reward) for sample, reward in zip(samples, rewards, strict=True)]
         if not self.has("custom_convert_samples_to_train_data_path"):
             return SampleBatch.from_samples(samples)
-        found = await self._call("custom_convert_samples_to_train_data_path", self._options, samples)
-        shown = self._shown("custom_convert_samples_to_train_data_path")
+        name = "custom_convert_samples_to_train_data_path"
+        found = await self._call(name, self._args, samples)
+        shown = self._shown(name)
         if isinstance(found, Mapping):
             found = _from_train_data(found, samples, shown)
         if isinstance(found, list) and all(isinstance(sample, Sample) for sample in found):
+            self._check(name, found)
             found = SampleBatch.from_samples(found)
         if not isinstance(found, SampleBatch) or len(found) != len(samples):
             count = f" of {len(found)}" if isinstance(found, SampleBatch | list) else ""
@@ -202,7 +207,7 @@ class RolloutHooks:
         name = "custom_reward_post_process_path"
         if not self.has(name):
             return None
-        found = await self._call(name, self._options, samples)
+        found = await self._call(name, self._args, samples, samples=samples)
         try:
             raw, processed = ([float(value) for value in part] for part in found)
             if (
@@ -220,7 +225,7 @@ class RolloutHooks:
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Samples in the order of their groups as a list for each group."""
-    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
 
 
 def _numbers(row: dict[str, Any], shown: str) -> None:
@@ -255,20 +260,20 @@ def _from_train_data(data: Mapping[str, Any], samples: Sequence[Sample], shown: 
     for number, sample in enumerate(samples):
         try:
             size = int(data["response_lengths"][number])
-            mask = data["loss_masks"][number] if "loss_masks" in data else np.ones(size)
-            logprobs = data["rollout_log_probs"][number] if "rollout_log_probs" in data else sample.logprobs
-            one = dataclasses.replace(
-                sample,
-                tokens=np.asarray(data["tokens"][number], np.int32),
-                response_length=size,
-                loss_mask=np.asarray(mask, np.uint8),
-                logprobs=np.asarray(logprobs, np.float32),
-                versions=np.full(size, sample.versions.min() if len(sample.versions) else 0, np.int32),
-                reward=float(data["rewards"][number]),
+            changes = {
+                name: data[theirs][number]
+                for theirs, name in (("loss_masks", "loss_mask"), ("rollout_log_probs", "rollout_log_probs"))
+                if theirs in data
+            }
+            found.append(
+                sample.replace(
+                    **{"loss_mask": None} | changes,
+                    tokens=data["tokens"][number],
+                    response_length=size,
+                    versions=np.full(size, sample.array("versions").min(initial=2**31 - 1), np.int32),
+                    reward=float(data["rewards"][number]),
+                )
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise HpcrlError(f"{shown} returned train data of sample {number} that cannot be read: {error}") from error
-        if len(one.loss_mask) != size or len(one.logprobs) != size or not 0 <= size <= len(one.tokens):
-            raise DataError(f"{shown} returned {size} response tokens of sample {number}, and columns of other lengths")
-        found.append(one)
     return found

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +25,15 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
+from hpcrl.rollout.packed_samples import sample_of, struct_of, values_of
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
-from hpcrl.sample import FIELDS, REQUIRED, ROW, STATUSES, Sample, SampleBatch, struct_of
+from hpcrl.sample import FIELDS, Sample
+from hpcrl.transport.sample_batch import ROW, SampleBatch
 from hpcrl.transport.share_format import Share, WireError, decode, encode
+from hpcrl.utils.sample_parts import REQUIRED, STATUSES
 from hpcrl.utils.untrusted_files import SAMPLES, read_given_bytes
 
 MAGIC = b"HPCRLRO1"
@@ -68,9 +70,7 @@ def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[S
     """
     batch = SampleBatch.from_samples(list(samples))
     whole = Share(rollout_id, version, batch, [[list(range(len(batch)))]], [len(batch)], [int(batch.loss_mask.sum())])
-    words = [
-        SampleTexts(**{name: getattr(sample, name) for name in SampleTexts.__struct_fields__}) for sample in samples
-    ]
+    words = [values_of(sample, SampleTexts) for sample in samples]
     frames = [*map(bytes, encode(whole)), msgspec.msgpack.encode(words)]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     head = _HEAD.pack(MAGIC, len(frames)) + b"".join(_SIZE.pack(len(frame)) for frame in frames)
@@ -125,7 +125,7 @@ def _sample(one: SampleBatch, words: SampleTexts) -> Sample:
     row = dict(zip(ROW.names, one.rows[0].item(), strict=True))
     scalars = {name: row[name] for name in FIELDS if name in row} | {"status": STATUSES[row["status"]]}
     columns = {name: getattr(one, name) for name in REQUIRED}
-    return Sample(**scalars, **columns, extra=one.extra, **msgspec.structs.asdict(words))
+    return sample_of(words, **scalars, **columns, **one.extra)
 
 
 # ---- a run from files
@@ -169,7 +169,7 @@ class SavedRollouts:
             found = read_rollout(path)
             by_key: dict[tuple[int, int], list[Sample]] = {}
             for sample in found.samples:
-                by_key.setdefault((sample.group, sample.index), []).append(sample)
+                by_key.setdefault((sample.group_index, sample.response_index), []).append(sample)
             groups = sorted({group for group, _ in by_key})
             if len(groups) != self._groups or set(by_key) != {
                 (group, i) for group in groups for i in range(self._each)
@@ -224,7 +224,8 @@ class SavedRollouts:
             return [self._greedy(asked)]
         version, found = self._response(asked.group.number, asked.index)
         later = np.int32(asked.version - version)
-        return [replace(sample, group=asked.group.number, versions=sample.versions + later) for sample in found]
+        number = asked.group.number
+        return [sample.replace(group_index=number, versions=sample.array("versions") + later) for sample in found]
 
     def _greedy(self, asked: ResponseRequest) -> Sample:
         """A sample whose reward is the greedy response's.
@@ -235,10 +236,10 @@ class SavedRollouts:
         sample = self._response(asked.group.number, 0)[1][0]
         if math.isnan(sample.baseline):
             raise DataError(
-                f"{self.template}: group {sample.group} has no greedy response, which the estimator needs",
+                f"{self.template}: group {sample.group_index} has no greedy response, which the estimator needs",
                 "save the rollouts with the same --advantage-estimator",
             )
-        return replace(sample, group=asked.group.number, index=GREEDY, reward=sample.baseline)
+        return sample.replace(group_index=asked.group.number, response_index=GREEDY, reward=sample.baseline)
 
 
 # ---- RUN/samples
@@ -254,7 +255,8 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 #: fields of `Sample` that RUN/samples always shows, or under another name
-SHOWN = ("group", "index", "response_length", "prompt", "response", "label", "reward", "status", "metadata", "baseline")
+SHOWN = {"group_index", "response_index", "group_size", "response_length", "prompt", "response", "label", "reward"}
+SHOWN |= {"reward_key", "status", "metadata", "baseline"}
 RENAMED = {"remove_sample": "removed"}
 
 
@@ -262,19 +264,20 @@ def _record(sample: Sample) -> dict[str, object]:
     """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for;
     all other fields of a sample where they hold anything."""
     more = {RENAMED.get(name, name): getattr(sample, name) for name in FIELDS if name not in SHOWN}
+    more["attributes"] = sample.attributes()
     baseline = {} if math.isnan(sample.baseline) else {"baseline": sample.baseline}
     return {
-        "group": sample.group,
-        "index": sample.index,
+        "group": sample.group_index,
+        "index": sample.response_index,
         "prompt": sample.prompt,
         "response": sample.response,
         "label": sample.label,
-        "reward": sample.reward,
+        "reward": sample.score,
         **baseline,
-        "prompt_len": len(sample.tokens) - sample.response_length,
+        "prompt_len": sample.prompt_length,
         "response_len": sample.response_length,
         "status": sample.status,
-        "versions": np.unique(sample.versions).tolist(),
+        "versions": np.unique(sample.array("versions")).tolist(),
         "metadata": sample.metadata,
         **{name: value for name, value in more.items() if value},
     }

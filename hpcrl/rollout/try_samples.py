@@ -121,7 +121,7 @@ def group_lines(number: int, group: Group, tried: Sequence[Tried], tokenizer: To
     for at, one in enumerate(tried):
         lines += [f"  response {at + 1}: {_numbers(one, grades)}"]
         sample = one.sample
-        lines += _indented(marked(sample.tokens[len(sample.tokens) - sample.response_length :], tokenizer), 4)
+        lines += _indented(marked(sample.array("tokens")[sample.prompt_length :], tokenizer), 4)
         if sample.grading:
             lines += [f"    not graded ({visible(sample.grading)}): {visible(sample.grading_error)}"]
     return [*lines, ""]
@@ -133,7 +133,7 @@ def _numbers(one: Tried, grades: bool) -> str:
     if grades:
         parts = ", ".join(f"{visible(name)} {value:.4g}" for name, value in sample.rewards.items())
         took = f", graded in {one.graded:.2f} s" if one.graded else ""
-        words.append(f"reward {sample.reward:.4g}{f' ({parts})' if parts else ''}{took}")
+        words.append(f"reward {sample.score:.4g}{f' ({parts})' if parts else ''}{took}")
     return "; ".join(words)
 
 

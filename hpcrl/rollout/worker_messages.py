@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from hpcrl.sample import PackedSample, Sample, pack
+from hpcrl.rollout.packed_samples import PackedSample, pack
+from hpcrl.sample import Sample
 from hpcrl.sandbox.accounts import news
 from hpcrl.sandbox.box_line import SandboxLost
 
@@ -105,18 +105,13 @@ def report_frame() -> bytes:
 
 
 class GradingTask(msgspec.Struct, tag=True):
-    """Samples to grade (several: a group for one call), by which rewards, within how many seconds.
-
-    Attributes:
-        n_samples_per_prompt: responses to a prompt, in an evaluation.
-    """
+    """Samples to grade (several: a group for one call), by which rewards, within how many seconds."""
 
     id: int
     words: list[str]
     key: str | None
     seconds: float
     samples: list[PackedSample]
-    n_samples_per_prompt: int = 0
 
 
 class GradingOutcome(msgspec.Struct):
@@ -158,16 +153,16 @@ def failure_of(error: BaseException) -> str:
 def send_sample(sample: Sample, columns: bool) -> PackedSample:
     """A sample as it is sent, with its columns or without: what a worker is shown, which is nothing of its grading, and
     no column of OPTIONAL, which may be larger than all others together."""
-    shown = replace(
-        sample,
+    shown = sample.replace(
         response=_clean(sample.response),
         label=_clean(sample.label),
-        reward=0.0,
+        reward=None,
         baseline=math.nan,
         rewards={},
         grading="",
         grading_error="",
-        extra={},
+        teacher_log_probs=None,
+        rollout_routed_experts=None,
         teacher_error="",
         remove_sample=False,
         transcript={},
@@ -191,12 +186,7 @@ def _clean(text: Any) -> Any:
 
 class CustomCall(msgspec.Struct, tag=True):
     """Make a response: its prompt as a sample without one, how it is sampled, and where and by which key to ask for
-    it.
-
-    Attributes:
-        reward_key: of the reward in an object, that of the held-out set in an evaluation.
-        n_samples_per_prompt: responses to a prompt, in an evaluation.
-    """
+    it."""
 
     id: int
     sample: PackedSample
@@ -205,29 +195,22 @@ class CustomCall(msgspec.Struct, tag=True):
     api_key: str
     evaluation: bool
     version: int
-    reward_key: str | None = None
-    n_samples_per_prompt: int = 0
 
 
 class CustomResult(msgspec.Struct, tag=True):
     """What came of a call.
 
     Attributes:
-        samples: those that the function returned, with reward NaN where it set none; None where it returned None: those
-            that it had the endpoint make, of which `reward`, `rewards` and `metadata` are.
+        samples: those that the function returned; None where it returned None: those that it had the endpoint make.
+        given: the sample that it was given, as it has left it, if it returned None: of its reward and metadata.
         transcript: what the call did in sandboxes, as `samplers.transcript.commands_of`.
-        given: of samples of slime's, which of them have log-probs of their own; they say no versions.  None: they are
-            hpcrl's, and say both.
         failure: "", TIMEOUT, ERROR or LOST, with its text.
     """
 
     id: int
     samples: list[PackedSample] | None = None
-    reward: float | None = None
-    rewards: dict[str, float] = {}
-    metadata: dict[Any, Any] = {}
+    given: PackedSample | None = None
     failure: str = ""
     text: str = ""
     trace: str = ""
-    given: list[bool] | None = None
     transcript: dict[str, Any] = {}

@@ -118,7 +118,7 @@ def _as_slime_has_it(share: Share, columns: Mapping[str, torch.Tensor]) -> dict[
     """rollout_data: a list with an entry for each sample of this data-parallel rank, under each name."""
     batch = share.batch
     lengths = batch.rows["response_length"].tolist()
-    parts = {"loss_masks": batch.loss_mask.astype(np.int64), "rollout_log_probs": batch.logprobs}
+    parts = {"loss_masks": batch.loss_mask.astype(np.int64), "rollout_log_probs": batch.rollout_log_probs}
     data: dict[str, Any] = {name: list(torch.from_numpy(part.copy()).split(lengths)) for name, part in parts.items()}
     data |= {NAMES[name]: list(column.cpu().split(lengths)) for name, column in columns.items() if name in NAMES}
     return data | {

@@ -80,6 +80,6 @@ def check_staleness(share: Share, version: int, bound: int | None = 0) -> None:
         row, start, end = share.batch.rows[number], *share.batch.response_offsets[number : number + 2]
         own = versions[start:end]
         raise HpcrlError(
-            f"rollout {share.rollout_id}: sample {row['index']} of group {row['group']} was sampled under policy "
-            f"versions {own.min()} to {own.max()}, the trainer is at {version} and may lag {allowed}"
+            f"rollout {share.rollout_id}: sample {row['response_index']} of group {row['group_index']} was sampled "
+            f"under policy versions {own.min()} to {own.max()}, the trainer is at {version} and may lag {allowed}"
         )

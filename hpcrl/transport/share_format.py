@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.sample import COLUMNS, OPTIONAL, REQUIRED, ROW, STATUSES, SampleBatch
+from hpcrl.transport.sample_batch import ROW, SampleBatch
+from hpcrl.utils.sample_parts import COLUMNS, OPTIONAL, REQUIRED, STATUSES
 
 #: bytes, bytearray, memoryview, zmq.Frame: anything with the buffer protocol
 Buffer = Any
@@ -181,7 +182,7 @@ def decode(frames: Sequence[Buffer]) -> Share:
     found = {name: _column(name, *part) for name, *part in zip(names, header.columns, frames[1:], strict=True)}
     table, own = found.pop("table"), found.pop("own")
     _check_own(table, own)  # before it says where to look
-    tokens = len(found["logprobs"])
+    tokens = len(found["rollout_log_probs"])
     found |= {name: kind.from_wire(found[name], tokens) for name, kind in SHORTER.items()}
     batch = SampleBatch(table[own], **{name: found.pop(name) for name in REQUIRED}, extra=found)
     _check(header, batch, table, own)
@@ -342,8 +343,8 @@ def _check_values(batch: SampleBatch) -> None:
         if int(batch.loss_mask.max()) > 1:
             _refuse(batch.loss_mask > 1, "loss_mask {}: neither 0 nor 1")
         # a NaN is both the least and the greatest element, so two passes without a temporary array find it
-        if not (math.isfinite(batch.logprobs.min()) and math.isfinite(batch.logprobs.max())):
-            _refuse(~np.isfinite(batch.logprobs), "logprob {}: not finite")
+        if not (math.isfinite(batch.rollout_log_probs.min()) and math.isfinite(batch.rollout_log_probs.max())):
+            _refuse(~np.isfinite(batch.rollout_log_probs), "logprob {}: not finite")
     for name, column in batch.extra.items():
         if column.dtype.kind == "f" and not np.isfinite(column).all():
             _refuse(~np.isfinite(column.reshape(len(column), -1)).all(1), name + " {}: not finite")

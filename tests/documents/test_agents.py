@@ -15,15 +15,14 @@ import pytest
 
 import hpcrl.sandbox
 from hpcrl.config.options import Options
-from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sandbox import Box, BoxLimits, BoxProcess, BoxResult, SandboxPool, sandbox
 from hpcrl.sandbox.harbor.rows import TaskRows
 from hpcrl.sandbox.pool import default_pool
 from tests.documents.texts import python_files
 from tests.support.able import needs
+from tests.support.asked_samples import args_of, asked_sample
 from tests.support.harbor_tasks import write_task
-from tests.support.shares import plain_sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 pytestmark = [pytest.mark.process, needs("namespaces")]
@@ -68,10 +67,9 @@ def played(
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
     policy = Scripted(texts)
-    args = Arguments(Options(rollout_max_response_len=64), policy, policy, "http://x/v1", "key", False, 0)  # type: ignore[arg-type]
-    asked = plain_sample(2, 0, prompt="sum the numbers", response="")
-    asked.tokens = np.asarray([2, 3], np.int32)
-    asked.metadata = metadata or {"files": {"data/numbers": "3\n4\n5\n"}, "check": "[ $(cat answer.txt) = 12 ]"}
+    args = args_of(Options(rollout_max_response_len=64), policy, "sum the numbers")
+    files = {"files": {"data/numbers": "3\n4\n5\n"}, "check": "[ $(cat answer.txt) = 12 ]"}
+    asked = asked_sample("sum the numbers", metadata=metadata or files)
 
     async def play() -> Any:
         try:

@@ -7,7 +7,6 @@ import asyncio
 import importlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,12 @@ from hpcrl.algorithms.interface import RolloutBatch, TokenBatch
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, load_own, load_points, option_text
 from hpcrl.errors import UsageError
-from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import TRUNCATED
 from tests.documents.texts import python_files
 from tests.support.asked_endpoint import AskedEndpoint, asked, form_model, spoken
+from tests.support.asked_samples import args_of, asked_sample
 from tests.support.shares import plain_sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "customise.md"
@@ -43,7 +43,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def sample(response: str = "abc", index: int = 0, reward: float = 0.0) -> Sample:
     more = {"reward": reward, "prompt": "1+1=", "response": response, "label": "2"}
-    return plain_sample(2, len(response), index=index, **more)
+    return plain_sample(2, len(response), response_index=index, **more)
 
 
 OPTIONS = Options(rollout_max_response_len=4)
@@ -91,19 +91,18 @@ class Speaker:
 def makes(function: Callable[..., Any], path: str) -> bool:
     """All of the page's functions of this kind: what they make of a prompt of two tokens."""
     speaker = Speaker()
-    asked = sample("")
-    asked.tokens = np.asarray([2, 3], np.int32)
-    args = Arguments(OPTIONS, speaker, speaker, "http://x/v1", "key", False, 4)  # type: ignore[arg-type]
+    asked = asked_sample("1+1=")
+    args = args_of(OPTIONS, speaker, "1+1=", version=4)
     params = {"max_new_tokens": 16}
     found = asyncio.run(function(args, asked, params))
     module = importlib.import_module(path)
     both = asyncio.run(module.best_of_two(args, asked, params))
     alone = asyncio.run(module.by_hand(args, asked, params))
     return (
-        found.tokens.tolist() == [2, 3, 7, 1, 63, 8, 1]
-        and found.loss_mask.tolist() == [1, 1, 0, 1, 1]
+        found.tokens == [2, 3, 7, 1, 63, 8, 1]
+        and found.loss_mask == [1, 1, 0, 1, 1]
         and [one.response for one in both] == ["9-1", "10-1"]
-        and list(alone.tokens) == [2, 3, 11, 1]
+        and alone.tokens == [2, 3, 11, 1]
     )
 
 
@@ -195,7 +194,7 @@ def halves(function: Callable[..., Any]) -> bool:
 
         async def get_samples(self, name: str) -> list[list[Sample]]:
             metadata = {"hinted": name == "hard"}
-            return [[replace(sample(index=index, reward=1.0), metadata=metadata) for index in (0, 1)] for _ in range(3)]
+            return [[sample(index=index, reward=1.0).replace(metadata=metadata) for index in (0, 1)] for _ in range(3)]
 
         async def generate_group(self, group: list[Sample]) -> list[Sample]:
             return group
@@ -225,7 +224,7 @@ def strips(hook: Callable[..., Any]) -> bool:
 
 def removes(hook: Callable[..., Any]) -> bool:
     kept, cut = sample(), sample(index=1)
-    cut.status = "truncated"
+    cut.status = TRUNCATED
     hook(OPTIONS, [[kept, cut]])
     return not kept.remove_sample and cut.remove_sample
 
@@ -292,9 +291,9 @@ def test_the_pages_agent_asks_the_endpoint(modules: Path, tmp_path: Path, monkey
     calls = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
     async def work(found: AskedEndpoint) -> None:
-        args = SimpleNamespace(base_url=f"{found.url}/v1", api_key=found.key)
-        one = SimpleNamespace(prompt="1+2=")
-        await importlib.import_module("examples_of_generating").agent(args, one, {})
+        messages = [{"role": "user", "content": "1+2="}]
+        args = SimpleNamespace(base_url=f"{found.url}/v1", api_key=found.key, messages=messages)
+        await importlib.import_module("examples_of_generating").agent(args, asked_sample(), {})
         [dialogue] = found.session.dialogues
         assert len(found.policy.asked) == 4, "it gives up after four turns"
         assert tokenizer._hf.decode(dialogue.trajectory.tokens).count("<|tool|>3<|end|>") == 3

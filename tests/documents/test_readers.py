@@ -53,7 +53,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=["text", "messages"])
 def test_a_function_of_trl_grades_a_group(prompt: object, modules: None) -> None:
     reward = load_own("custom_rm_path", "trl_rewards.brief")
-    group = [plain_sample(2, n, index=n, prompt=prompt, response="x" * n, metadata={"level": n}) for n in (1, 3)]
+    group = [
+        plain_sample(2, n, response_index=n, prompt=prompt, response="x" * n, metadata={"level": n}) for n in (1, 3)
+    ]
     assert reward(Options(), group) == [1 / 2, 1 / 4]
 
 

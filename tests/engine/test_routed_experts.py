@@ -27,7 +27,9 @@ from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import ResponseRequest
-from hpcrl.sample import Sample, SampleBatch
+from hpcrl.sample import Sample
+from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.utils.sample_parts import COMPLETED
 from tests.engine.test_sampling_route import run
 from tests.support.engines import WholeTensors, connected
 from tests.support.forked_engines import Nursery
@@ -106,8 +108,8 @@ def batch_of(found: list[list[Completion]]) -> SampleBatch:
         for index, completion in enumerate(completions)
     ]
     for sample in samples:
-        sample.reward = float(sample.index)
-        sample.status = "completed"
+        sample.reward = float(sample.response_index)
+        sample.status = COMPLETED
     return SampleBatch.from_samples(samples)
 
 
@@ -116,7 +118,7 @@ def agreement_on_rank(opts: Options, data: SampleBatch, routing: Routing) -> dic
     from hpcrl.trainer.step import packing, passes
 
     policy, found = whole.start(opts), {}
-    experts = routing.read(data.extra["routed_experts"])
+    experts = routing.read(data.extra["rollout_routed_experts"])
     alone = [packing.pack(data, [i], policy.ranks, False, experts) for i in range(len(data))]
     taken: list[list[torch.Tensor]] = []
     layers = [layer.mlp.router for layer in policy.module.decoder.layers if hasattr(layer.mlp, "router")]
@@ -150,7 +152,7 @@ def test_the_trainer_takes_the_engines_experts(nursery: Nursery, tmp_path: Path)
     assert agreement["own"] < 0.97
     assert agreement["replay"] == 1.0
 
-    assert all(sorted(set(one.loss_mask.tolist())) == [0, 1] and not one.grading for one in turns)
+    assert all(sorted(set(one.array("loss_mask").tolist())) == [0, 1] and not one.grading for one in turns)
     several = SampleBatch.from_samples(turns)
     of_turns = run_ranks(1, agreement_on_rank, opts, several, routing)[0]
     assert of_turns["own"] < 0.97 and of_turns["replay"] == 1.0
@@ -160,7 +162,7 @@ def test_the_trainer_takes_the_engines_experts(nursery: Nursery, tmp_path: Path)
     without = opts.model_copy(update=common | {"use_rollout_routing_replay": False})
     replayed, plain = run_ranks(1, whole.train_on_rank, [with_replay, without], data)[0]
     told, untold = run_ranks(1, whole.train_on_rank, [with_replay, without], several)[0]
-    late = replace(data, extra={"routed_experts": np.roll(data.extra["routed_experts"], 1, 0)})
+    late = replace(data, extra={"rollout_routed_experts": np.roll(data.extra["rollout_routed_experts"], 1, 0)})
     shifted = run_ranks(1, whole.train_on_rank, [with_replay], late)[0][0]
 
     dense = make_family(tmp_path / "dense", "qwen3", num_hidden_layers=3)

@@ -18,8 +18,8 @@ from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
-from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
 from hpcrl.transport.token_frames import ABORT, GENERATE
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED
 from tests.support.engines import CLOSE, PROMPT, Engines, Side
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_model

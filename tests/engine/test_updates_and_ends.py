@@ -101,8 +101,7 @@ def test_an_engine_can_be_a_teacher(shm: Side, monkeypatch: pytest.MonkeyPatch) 
     address = shm.engines.address()
     monkeypatch.setenv(teacher_logprobs.KEY, shm.engines.key)
     answer = np.asarray([40, 7, 90, 33, 1, 64], np.int32)
-    nothing = np.zeros(len(answer), np.float32)
-    sample = Sample(0, 0, np.asarray([*PROMPT, *answer], np.int32), len(answer), nothing, nothing, nothing)
+    sample = Sample(tokens=np.asarray([*PROMPT, *answer], np.int32), response_length=len(answer))
 
     async def go() -> None:
         options = Options(opd_teacher_url=f"http://{address.host}:{address.port}", rollout_batch_size=8)
@@ -114,7 +113,7 @@ def test_an_engine_can_be_a_teacher(shm: Side, monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(go())
     assert sample.teacher_error == ""
     wanted = shm.reference.logprobs(PROMPT, answer.tolist())
-    assert max(abs(a - b) for a, b in zip(sample.extra[teacher_logprobs.NAME], wanted, strict=True)) <= CLOSE
+    assert max(abs(a - b) for a, b in zip(sample.teacher_log_probs, wanted, strict=True)) <= CLOSE
 
 
 def test_the_models_own_sampling_defaults_are_not_used(shm: Side) -> None:

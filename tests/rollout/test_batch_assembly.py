@@ -16,7 +16,8 @@ from hpcrl.report.page.panels import own_metrics
 from hpcrl.rollout.batch_assembly import Rollout, ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
-from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED
 
 
 def make(group: int, index: int, length: int = 3, version: int = 5, **fields: object) -> Sample:
@@ -24,11 +25,11 @@ def make(group: int, index: int, length: int = 3, version: int = 5, **fields: ob
         "tokens": np.arange(2 + length, dtype=np.int32) + 1000 * group + 100 * index,
         "response_length": length,
         "loss_mask": np.ones(length, np.uint8),
-        "logprobs": np.full(length, -0.5, np.float32),
+        "rollout_log_probs": np.full(length, -0.5, np.float32),
         "versions": np.full(length, version, np.int32),
         "status": COMPLETED,
     }
-    return Sample(group=group, index=index, **(values | fields))  # type: ignore[arg-type]
+    return Sample(group_index=group, response_index=index, **(values | fields))  # type: ignore[arg-type]
 
 
 def groups(count: int, first: int = 0) -> list[Group]:
@@ -47,14 +48,14 @@ def test_batch_is_in_group_order(count: int, each: int, chance: random.Random) -
     for done, key in enumerate(chance.sample(keys, len(keys)), 1):
         rollout.add([make(*key)])
         assert rollout.missing == len(keys) - done
-    assert [(s.group, s.index) for s in rollout.samples()] == keys
+    assert [(s.group_index, s.response_index) for s in rollout.samples()] == keys
 
 
 def test_no_sample_counts_twice_or_unasked() -> None:
     rollout = Rollout(0, 5, groups(2), 2)
     rollout.add([make(0, 0)])
     for stranger in (make(0, 0), make(0, 2), make(2, 0), make(1, 0, status=ABORTED)):
-        with pytest.raises(ValueError, match=f"sample {stranger.index} of group {stranger.group}"):
+        with pytest.raises(ValueError, match=f"sample {stranger.response_index} of group {stranger.group_index}"):
             rollout.add([stranger])
     assert rollout.missing == 3
     with pytest.raises(ValueError, match="3 samples of rollout 0 are missing"):
@@ -162,10 +163,10 @@ def test_an_empty_response_counts_no_token() -> None:
     options = Options(rollout_batch_size=1, n_samples_per_prompt=3, actor_num_gpus_per_node=1)
     rollout = full([4, 1, 3], 3)
     empty = rollout.samples()[1]
-    empty.response_length, empty.loss_mask = 0, empty.loss_mask[:0]
-    empty.logprobs, empty.versions = empty.logprobs[:0], empty.versions[:0]
+    empty.response_length, empty.loss_mask = 0, empty.array("loss_mask")[:0]
+    empty.rollout_log_probs, empty.versions = empty.array("rollout_log_probs")[:0], empty.array("versions")[:0]
     (share,) = make_shares(rollout, options, {})
-    assert share.step_tokens == [sum(int(s.loss_mask.sum()) for s in rollout.samples())]
+    assert share.step_tokens == [sum(int(s.array("loss_mask").sum()) for s in rollout.samples())]
 
 
 def test_failed_gradings_count_nowhere() -> None:
@@ -186,7 +187,9 @@ def test_failed_gradings_count_nowhere() -> None:
     assert (table["status"] != 0).tolist() == [True, False, True] + [False] * 3 + [True, True, True, False, True]
     assert table["trained"].tolist() == [4, 0, 4, 0, 0, 0, 4, 4, 7, 7, 7]
     assert share.step_tokens == [23] == [int(share.batch.loss_mask.sum())]
-    assert all(sample.loss_mask.all() for sample in rollout.samples()), "what is written of them is as it was made"
+    assert all(sample.array("loss_mask").all() for sample in rollout.samples()), (
+        "what is written of them is as it was made"
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -205,7 +208,7 @@ def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | No
     )
     rollout = full(lengths, 2)
     shares = make_shares(rollout, options, {"a": 1.0})
-    batch = {(s.group, s.index): s for s in rollout.samples()}
+    batch = {(s.group_index, s.response_index): s for s in rollout.samples()}
     rewards = [s.reward for s in rollout.samples()]
     size = len(lengths) // steps
     assert len(shares) == dp
@@ -228,11 +231,11 @@ def test_every_sample_is_in_exactly_one_share(dp: int, steps: int, cap: int | No
                 assert cap is None or len(micro) == 1 or sum(share.batch.rows["length"][micro]) <= cap
                 for i in micro:
                     row = share.batch.rows[i]
-                    seen[number].append((int(row["group"]), int(row["index"])))
+                    seen[number].append((int(row["group_index"]), int(row["response_index"])))
                     own = batch[seen[number][-1]]
-                    assert (share.batch.tokens[tokens[i] : tokens[i + 1]] == own.tokens).all()
-                    assert (share.batch.loss_mask[mask[i] : mask[i + 1]] == own.loss_mask).all()
-    order = [(s.group, s.index) for s in rollout.samples()]
+                    assert (share.batch.tokens[tokens[i] : tokens[i + 1]] == own.array("tokens")).all()
+                    assert (share.batch.loss_mask[mask[i] : mask[i + 1]] == own.array("loss_mask")).all()
+    order = [(s.group_index, s.response_index) for s in rollout.samples()]
     for number in range(steps):
         assert sorted(seen[number]) == order[number * size : (number + 1) * size], "a step consumes consecutive samples"
     assert len({tuple(len(step) for step in share.micro_batches) for share in shares}) == 1, (
@@ -253,7 +256,7 @@ def test_the_two_samples_of_a_pair_stay_together(cap: int | None) -> None:
     )
     for share in make_shares(full([1, 9, 3, 4, 5, 6, 7, 2], 2), options, {}):
         for micro in share.micro_batches[0]:
-            members = share.batch.rows["group"][micro].tolist()
+            members = share.batch.rows["group_index"][micro].tolist()
             assert all(members.count(group) == 2 for group in members)
 
 
@@ -268,7 +271,7 @@ def test_shares_follow_the_layout() -> None:
     """The token limit is one rank's: context-parallel ranks hold a micro-batch together; virtual stages ask for a
     multiple."""
     lengths = [6, 6, 6, 6]
-    packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": len(full(lengths, 1).samples()[0].tokens)}
+    packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": len(full(lengths, 1).samples()[0].array("tokens"))}
     assert [len(rank) for rank in _shapes(lengths, actor_num_gpus_per_node=1, **packed)] == [4]
     assert [len(rank) for rank in _shapes(lengths, actor_num_gpus_per_node=2, context_parallel_size=2, **packed)] == [2]
     stages = {
@@ -321,7 +324,7 @@ def test_several_samples_count_once(lengths: list[list[int]], layout: tuple[int,
         rows = table[first : first + size]
         mine = lengths[step * 8 // steps : (step + 1) * 8 // steps]
         found = rows[real[first : first + size]]
-        assert [(r["group"] * 4 + r["index"]) for r in found] == [
+        assert [(r["group_index"] * 4 + r["response_index"]) for r in found] == [
             step * 8 // steps + i for i, several in enumerate(mine) for _ in several
         ]
         assert found["trained"].tolist() == [sum(several) for several in mine for _ in several]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
+from hpcrl.rollout.custom_hooks import FailedHook, RolloutHooks
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.sample import Sample, SampleBatch
+from hpcrl.sample import Sample
+from hpcrl.transport.sample_batch import SampleBatch
 from tests.documents.test_customise import sample
 from tests.support.options import GRPO, SFT
 
@@ -41,7 +41,7 @@ def upper(options: Any, sample: Sample, *, rollout_id: int, evaluation: bool) ->
 
 async def another(options: Any, sample: Sample, **more: Any) -> Sample:
     await asyncio.sleep(0)
-    return replace(sample, group=99, response=sample.response + "!", loss_mask=np.zeros(3, np.uint8))
+    return sample.replace(group_index=99, response=sample.response + "!", loss_mask=[0, 0, 0])
 
 
 def on_bad(options: Any, sample: Sample, **more: Any) -> Any:
@@ -64,7 +64,7 @@ def test_sample_hooks_run_in_order() -> None:
     one = sample("abc")
     mine.rollout_id = 7
     asyncio.run(mine.before_reward(one, evaluation=True))
-    assert (one.response, one.group, one.loss_mask.tolist()) == ("ABC 7 True!", 0, [0, 0, 0])
+    assert (one.response, one.group_index, one.array("loss_mask").tolist()) == ("ABC 7 True!", 0, [0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_sample_hooks_run_in_order() -> None:
     [
         ("bad", "raised KeyError: 'mine' (test_custom_hooks.py:"),
         ("odd", "returned 3, a Sample or"),
-        ("cut", "1 loss_mask for 3 tokens"),
+        ("cut", "set 1 loss_mask for a response of 3 tokens"),
     ],
 )
 def test_a_bad_sample_is_named(response: str, words: str) -> None:
-    with pytest.raises(BadSample) as caught:
+    with pytest.raises(FailedHook) as caught:
         asyncio.run(hooks(rollout_sample_hook_path=["on_bad"]).before_reward(sample(response), evaluation=False))
     assert words in caught.value.text and f"--rollout-sample-hook-path {HERE}.on_bad" in caught.value.text
 
@@ -110,7 +110,7 @@ def test_a_hook_that_raises_costs_its_sample(group_rm: bool, capfd: pytest.Captu
 
 
 def removes_odd(options: Any, groups: list[list[Sample]]) -> None:
-    assert [[one.index for one in group] for group in groups] == [[0, 1], [0, 1]]
+    assert [[one.response_index for one in group] for group in groups] == [[0, 1], [0, 1]]
     for group in groups:
         group[1].remove_sample = True
 
@@ -119,22 +119,24 @@ SEEN: list[Any] = []
 
 
 def sees(options: Any, groups: list[list[Sample]], data_source: Any) -> None:
-    SEEN.append(([[one.group for one in group] for group in groups], data_source))
+    SEEN.append(([[one.group_index for one in group] for group in groups], data_source))
 
 
 def rollout() -> list[Sample]:
-    return [replace(sample("abc", index, reward=group + index), group=group) for group in (0, 2) for index in (0, 1)]
+    return [
+        sample("abc", index, reward=group + index).replace(group_index=group) for group in (0, 2) for index in (0, 1)
+    ]
 
 
 def test_filtered_samples_leave_the_loss() -> None:
     """Filtered samples are left out of the loss, and all samples are shown."""
-    samples, dropped = rollout(), [replace(sample(), group=1)]
+    samples, dropped = rollout(), [sample().replace(group_index=1)]
     asyncio.run(
         hooks(rollout_sample_filter_path="removes_odd", rollout_all_samples_process_path="sees").filter(
             samples, dropped, "s"
         )
     )
-    assert [one.loss_mask.tolist() for one in samples] == [[1, 1, 1], [0, 0, 0]] * 2
+    assert [one.array("loss_mask").tolist() for one in samples] == [[1, 1, 1], [0, 0, 0]] * 2
     assert [one.reward for one in samples] == [0, 1, 2, 3] and [*SEEN.pop()] == [[[0, 0], [1], [2, 2]], "s"]
 
 
@@ -185,7 +187,7 @@ def nothing(options: Any, samples: list[Sample]) -> None:
 
 def as_dict(options: Any, samples: list[Sample], **change: Any) -> dict[str, Any]:
     return {
-        "tokens": [one.tokens.tolist() for one in samples],
+        "tokens": [one.array("tokens").tolist() for one in samples],
         "response_lengths": [2 for _ in samples],
         "rewards": [one.reward * 2 for one in samples],
         "rollout_log_probs": [[-1.0, -2.0] for _ in samples],
@@ -229,9 +231,11 @@ def test_train_data_is_samples_or_slimes() -> None:
     assert converted()[0].rows["reward"].tolist() == [0, 1, 2, 3]
     assert converted(custom_convert_samples_to_train_data_path="as_list")[0].rows["reward"].tolist() == [3, 2, 1, 0]
     batch, _ = converted(custom_convert_samples_to_train_data_path="as_dict", custom_reward_post_process_path="negated")
-    assert batch.rows["reward"].tolist() == [0, -2, -4, -6] and batch.rows["group"].tolist() == [0, 0, 2, 2]
+    assert batch.rows["reward"].tolist() == [0, -2, -4, -6] and batch.rows["group_index"].tolist() == [0, 0, 2, 2]
     assert (
-        batch.logprobs.tolist() == [-1, -2] * 4 and batch.loss_mask.tolist() == [1, 1] * 4 and len(batch.versions) == 8
+        batch.rollout_log_probs.tolist() == [-1, -2] * 4
+        and batch.loss_mask.tolist() == [1, 1] * 4
+        and len(batch.versions) == 8
     )
 
 
@@ -250,7 +254,7 @@ def test_train_data_is_samples_or_slimes() -> None:
         ({"custom_convert_samples_to_train_data_path": "strange"}, "trainer does not read"),
         (
             {"custom_convert_samples_to_train_data_path": "ragged"},
-            "columns of other lengths",
+            "set 1 loss_mask for a response of 2 tokens",
         ),
         (
             {"custom_convert_samples_to_train_data_path": "raises"},

@@ -209,7 +209,7 @@ def test_shares_and_sample_files_tell_the_same(uncut: tuple[Attempt, list[list[S
             assert share.metrics["rollout/reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
             assert share.metrics["staleness/max"] == 0
             for row in share.batch.rows:
-                written = by_key[int(row["group"]), int(row["index"])]
+                written = by_key[int(row["group_index"]), int(row["response_index"])]
                 assert row["reward"] == written["reward"]
                 assert row["length"] == written["prompt_len"] + written["response_len"]
             assert share.table["reward"].tolist() == [row["reward"] for row in rows], "every rank knows all rewards"
@@ -514,7 +514,7 @@ def test_fine_tuning_needs_no_engine(tmp_path: Path, model: Path) -> None:
             offsets = share.batch.token_offsets
             texts = [tokenizer.decode(share.batch.tokens[a:b]) for a, b in pairwise(offsets)]
             by_group = {row["group"]: row for row in rows}
-            expected = [by_group[int(g)] for g in share.batch.rows["group"]]
+            expected = [by_group[int(g)] for g in share.batch.rows["group_index"]]
             assert texts == [f"<|user|>{row['prompt']}<|end|><|assistant|>{row['label']}<|end|>" for row in expected]
             assert share.batch.loss_mask.all() and len(share.batch.loss_mask) == sum(
                 len(row["label"]) + 1 for row in expected
@@ -539,7 +539,7 @@ def test_preferences_come_from_the_file_in_pairs(tmp_path: Path, model: Path) ->
             assert (worse["response"], worse["reward"]) == ("0", 0.0)
         for share in shares:
             for micro in (micro for step in share.micro_batches for micro in step):
-                groups = share.batch.rows["group"][micro].tolist()
+                groups = share.batch.rows["group_index"][micro].tolist()
                 assert sorted(groups) == sorted(2 * sorted(set(groups))), "both of a pair, together"
 
 

@@ -17,7 +17,8 @@ from hpcrl.errors import DataError
 from hpcrl.rollout.batch_assembly import Rollout, make_shares
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.saved_rollouts import SavedRollouts, read_rollout, write_rollout
-from hpcrl.sample import COMPLETED, TRUNCATED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import COMPLETED, TRUNCATED
 
 GROUPS, EACH = 3, 2
 
@@ -30,12 +31,12 @@ def samples(rollout_id: int = 0, version: int = 0, **more: Any) -> list[Sample]:
             size = int(rng.integers(0, 6)) if group else 4
             found.append(
                 Sample(
-                    group=group,
-                    index=index,
+                    group_index=group,
+                    response_index=index,
                     tokens=rng.integers(0, 1000, 3 + size).astype(np.int32),
                     response_length=size,
                     loss_mask=(rng.random(size) < 0.8).astype(np.uint8),
-                    logprobs=rng.normal(-2, 1, size).astype(np.float32),
+                    rollout_log_probs=rng.normal(-2, 1, size).astype(np.float32),
                     versions=np.full(size, version, np.int32),
                     reward=float(rng.normal()),
                     status=TRUNCATED if index else COMPLETED,
@@ -111,7 +112,7 @@ def test_a_run_gets_the_same_shares(tmp_path: Path) -> None:
         for mine, other in zip(make_shares(rollout, opts, {}), make_shares(original, opts, {}), strict=True):
             assert mine.micro_batches == other.micro_batches and mine.step_tokens == other.step_tokens
             assert mine.table.tobytes() == other.table.tobytes()
-            for name in ("tokens", "loss_mask", "logprobs", "versions"):
+            for name in ("tokens", "loss_mask", "rollout_log_probs", "versions"):
                 assert getattr(mine.batch, name).tobytes() == getattr(other.batch, name).tobytes(), name
     state = saved.state() | {"rollout_id": 1}
     with pytest.raises(DataError, match="--load-debug-rollout-data .*/r-2: No such file"):
@@ -167,4 +168,6 @@ def test_a_damaged_file_is_an_error_and_nothing_else(
     except DataError as error:
         assert "damaged" in str(error)
         return
-    assert len(found.samples) == GROUPS * EACH and all(len(s.logprobs) == s.response_length for s in found.samples)
+    assert len(found.samples) == GROUPS * EACH and all(
+        len(s.array("rollout_log_probs")) == s.response_length for s in found.samples
+    )

@@ -16,6 +16,7 @@ Whole runs
     small_recipes      the shipped recipes for GPUs with small models; `planted_faults`, `wrong_losses`: what can be wrong
     twins, twin_models    tiny twins of the reference runs of slime's guides and scripts; what they train
     second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
+    asked_samples      what a custom generate function is called with
     asked_endpoint     an endpoint in front of a policy that says what a test wants; models of each form of tool calls
     image_files        images of sandboxes as files: layers, Docker archives, OCI layouts
     other_kinds        an account whose processes make sandboxes by bubblewrap, or by a newer release's Apptainer

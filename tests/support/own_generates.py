@@ -35,7 +35,7 @@ async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) 
     talk.tell_messages({"role": "user", "content": f"<{first.text}>"})
     await talk.turn(max_new_tokens=4)
     found = talk.sample()
-    found.reward = float(sample.index)
+    found.reward = float(sample.response_index)
     found.metadata["evaluation"] = args.evaluation
     return found
 
@@ -47,13 +47,13 @@ async def long_turns(args: Any, sample: Sample, sampling_params: dict[str, Any])
     talk.tell(list(range(30, 45)))
     await talk.turn(max_new_tokens=20)
     found = talk.sample()
-    found.reward = float(sample.index)
+    found.reward = float(sample.response_index)
     return found
 
 
 async def fans_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """Two conversations for even responses, one for odd ones; no reward of its own."""
-    talks = [Conversation(args, sample, sampling_params) for _ in range(2 - sample.index % 2)]
+    talks = [Conversation(args, sample, sampling_params) for _ in range(2 - sample.response_index % 2)]
     await asyncio.gather(*(talk.turn(max_new_tokens=3) for talk in talks))
     return [talk.sample() for talk in talks]
 
@@ -70,11 +70,11 @@ async def names_parts(args: Any, sample: Sample, sampling_params: dict[str, Any]
 
 async def at_the_engine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """What a function of slime's becomes: exact tokens, by hand."""
-    turn = await args.engine.generate(sample.tokens.tolist(), sampling_params)
-    sample.tokens = [*sample.tokens, *turn.tokens]
+    turn = await args.engine.generate(args.prompt_tokens, sampling_params)
+    sample.tokens = [*args.prompt_tokens, *turn.tokens]
     sample.response_length = len(turn.tokens)
     sample.loss_mask = [1] * len(turn.tokens)
-    sample.logprobs = turn.logprobs
+    sample.rollout_log_probs = turn.logprobs
     sample.versions = turn.versions
     sample.response = turn.text
     sample.reward = 1
@@ -84,9 +84,8 @@ async def at_the_engine(args: Any, sample: Sample, sampling_params: dict[str, An
 async def cuts_its_answer(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The policy's answer without its last token."""
     found = await at_the_engine(args, sample, sampling_params)
-    found.tokens = found.tokens[:-1]
     found.response_length -= 1
-    for name in ("loss_mask", "logprobs", "versions"):
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "versions"):
         setattr(found, name, getattr(found, name)[:-1])
     return found
 
@@ -101,14 +100,14 @@ async def invents_tokens(args: Any, sample: Sample, sampling_params: dict[str, A
 async def an_agent(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
     """A program that knows nothing of hpcrl."""
     env = os.environ | {"OPENAI_BASE_URL": args.base_url, "OPENAI_API_KEY": args.api_key}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENT, str(sample.prompt), env=env)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENT, args.messages[-1]["content"], env=env)
     assert await process.wait() == 0
     sample.reward = 0.5
 
 
 async def troubled(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | None:
     """What the label says goes wrong, in the first response of a group; the others are good."""
-    kind = sample.label if sample.index == 0 else ""
+    kind = sample.label if sample.response_index == 0 else ""
     if kind == "raise":
         raise LookupError("no such tool")
     if kind == "hang":
@@ -123,16 +122,16 @@ async def troubled(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         return 7  # type: ignore[return-value]
     found = await at_the_engine(args, sample, sampling_params)
     if kind == "short":
-        found.logprobs = found.logprobs[:-1]
+        found.rollout_log_probs = found.rollout_log_probs[:-1]
     if kind == "temperature":
-        await args.engine.generate(sample.tokens, {"temperature": 0.1})
+        await args.engine.generate(args.prompt_tokens, {"temperature": 0.1})
     if kind == "long":
         found.response_length += 1
     if kind == "nan":
         found.reward = float("nan")
     if kind == "object":
         found.metadata = {"made by": object()}
-    found.remove_sample = sample.index == 1
+    found.remove_sample = sample.response_index == 1
     return found
 
 
@@ -150,16 +149,16 @@ _calls: dict[int, int] = {}
 async def loses_its_sandbox(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Its sandbox's spawner is killed in the first call of response 1, and in every call of response 0; what it raises
     then is an error of its own."""
-    _calls[sample.index] = _calls.get(sample.index, 0) + 1
+    _calls[sample.response_index] = _calls.get(sample.response_index, 0) + 1
     async with sandbox() as box:
         found = await at_the_engine(args, sample, sampling_params)
-        if sample.index == 0 or _calls[sample.index] == 1:
+        if sample.response_index == 0 or _calls[sample.response_index] == 1:
             os.kill(default_pool()._spawner.pid, signal.SIGKILL)
         try:
             found.response = (await box.run("echo from the box")).stdout
         except Exception as error:
             raise RuntimeError("the tool failed") from error
-    found.metadata["calls"] = _calls[sample.index]
+    found.metadata["calls"] = _calls[sample.response_index]
     return found
 
 
@@ -169,9 +168,9 @@ async def graded_in_a_sandbox(args: Any, sample: Sample, sampling_params: dict[s
     found = await at_the_engine(args, sample, sampling_params)
     held = Path(args.run_dir).parent / "held"
     async with sandbox() as box:
-        await box.write("tokens", "\n".join(map(str, found.tokens[len(found.tokens) - found.response_length :])))
+        await box.write("tokens", "\n".join(map(str, found.tokens[len(args.prompt_tokens) :])))
         if held.exists():
-            (held.parent / "live" / f"{sample.group}-{sample.index}").touch()
+            (held.parent / "live" / f"{sample.group_index}-{sample.response_index}").touch()
         while held.exists():
             assert (await box.run("sleep 5")).ok
         counted = await box.run("n=1; for t in $(cat tokens); do n=$((n + t % 2)); done; echo $n; hostname >&2")

@@ -40,7 +40,7 @@ def slow_length(options: Any, sample: Any) -> float:
 
 def sees_everything(options: Any, sample: Any) -> bool:
     assert options.rollout_temperature == 0.5 and os.getcwd() in (sys.path[0], os.path.abspath(sys.path[0]))
-    assert (sample.group, sample.index, sample.prompt, sample.label, sample.status) == (
+    assert (sample.group_index, sample.response_index, sample.prompt, sample.label, sample.status) == (
         7,
         3,
         "1+1=",
@@ -48,8 +48,9 @@ def sees_everything(options: Any, sample: Any) -> bool:
         "completed",
     )
     assert sample.metadata == {"key": "value"} and sample.response == "abc" and sample.response_length == 3
-    assert sample.tokens.tolist() == [0, 1, 2, 3, 4] and sample.loss_mask.tolist() == [1, 1, 1]
-    assert str(sample.tokens.dtype) == "int32" and sample.versions.tolist() == [0, 0, 0] and len(sample.logprobs) == 3
+    assert sample.tokens == [0, 1, 2, 3, 4] and sample.loss_mask == [1, 1, 1] and sample.reward is None
+    assert sample.array("tokens").tolist() == sample.tokens and sample.versions == [0, 0, 0]
+    assert len(sample.rollout_log_probs) == 3
     return True
 
 
@@ -60,7 +61,8 @@ async def waits_half_a_second(options: Any, sample: Any) -> float:
 
 def ranks(args: Any, samples: list[Any], **kwargs: Any) -> list[int]:
     """By length; they come in the order of their index."""
-    assert [sample.index for sample in samples] == [0, 1, 2] and len({sample.group for sample in samples}) == 1
+    assert [sample.response_index for sample in samples] == [0, 1, 2]
+    assert len({sample.group_index for sample in samples}) == 1
     lengths = [len(sample.response) for sample in samples]
     return [sorted(lengths).index(length) for length in lengths]
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.sample import COMPLETED, OPTIONAL, STATUSES, Sample, SampleBatch
+from hpcrl.sample import Sample
+from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.transport.share_format import Share
+from hpcrl.utils.sample_parts import COMPLETED, OPTIONAL, STATUSES
 
 
 def sample(number: int, prompt: int = 3, answer: int = 5, optional: bool = False) -> Sample:
@@ -21,17 +23,17 @@ def sample(number: int, prompt: int = 3, answer: int = 5, optional: bool = False
         if optional
     }
     return Sample(
-        group=number // 4,
-        index=number % 4,
+        group_index=number // 4,
+        response_index=number % 4,
         tokens=rng.integers(0, 1000, prompt + answer, dtype=np.int32),
         response_length=answer,
         loss_mask=rng.integers(0, 2, answer, dtype=np.uint8),
-        logprobs=-rng.random(answer, dtype=np.float32),
+        rollout_log_probs=-rng.random(answer, dtype=np.float32),
         versions=np.sort(rng.integers(0, 3, answer, dtype=np.int32)),
         reward=float(number),
         baseline=-0.5 * number if number % 3 else math.nan,
         status=STATUSES[number % 4] if number else COMPLETED,
-        extra=extra,
+        **extra,
     )
 
 
@@ -72,7 +74,7 @@ def part_of(samples: list[Sample], own: list[int]) -> Share:
 
 def same(a: Share, b: Share) -> bool:
     """Whether two shares agree in every bit."""
-    names = ("tokens", "loss_mask", "logprobs", "versions")
+    names = ("tokens", "loss_mask", "rollout_log_probs", "versions")
     if any(
         x.tobytes() != y.tobytes() for x, y in ((a.table, b.table), (a.own, b.own), (a.batch.rows, b.batch.rows))
     ):  # NaN = NaN
@@ -89,7 +91,7 @@ def same(a: Share, b: Share) -> bool:
 
 def plain_sample(before: int = 2, answer: int = 3, /, **fields: Any) -> Sample:
     """A completed sample of `before` + `answer` tokens, all of them trained on.  fields: of Sample, instead of these."""
-    own = {"group": 0, "index": 0, "response_length": answer, "status": COMPLETED}
+    own = {"group_index": 0, "response_index": 0, "response_length": answer, "status": COMPLETED}
     own |= {"tokens": np.arange(before + answer, dtype=np.int32), "loss_mask": np.ones(answer, np.uint8)}
-    own |= {"logprobs": np.full(answer, -0.25, np.float32), "versions": np.zeros(answer, np.int32)}
+    own |= {"rollout_log_probs": np.full(answer, -0.25, np.float32), "versions": np.zeros(answer, np.int32)}
     return Sample(**(own | fields))

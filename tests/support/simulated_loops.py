@@ -31,8 +31,9 @@ from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import PromptSource
 from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.run.rundir import RunDir
-from hpcrl.sample import COMPLETED, Sample
+from hpcrl.sample import Sample
 from hpcrl.trainer.loop_schedule import publishes, settles
+from hpcrl.utils.sample_parts import COMPLETED
 from tests.support.virtual_time import simulate
 
 SLOTS = 4
@@ -133,13 +134,13 @@ class Engines:
         due = np.linspace(begun, self._loop.time(), count + 1)[1:]
         versions = np.asarray(self._versions, np.int32)[np.searchsorted(self._at, due, "right") - 1]
         return Sample(
-            asked.group.number,
-            asked.index,
-            np.ones(len(asked.group.prompt.tokens) + count, np.int32),
-            count,
-            np.ones(count, np.uint8),
-            np.zeros(count, np.float32),
-            versions,
+            group_index=asked.group.number,
+            response_index=asked.index,
+            tokens=np.ones(len(asked.group.prompt.tokens) + count, np.int32),
+            response_length=count,
+            loss_mask=np.ones(count, np.uint8),
+            rollout_log_probs=np.zeros(count, np.float32),
+            versions=versions,
             reward=float(asked.index),
             status=COMPLETED,
             response="",
@@ -220,7 +221,7 @@ async def one_run(options: Options, count: int, factor: float, steps: int, root:
         await generate(rollout_id, rollout_id)
         made = await rollouts.fetch(rollout_id)
         waited = loop.time() - begun
-        oldest = max(oldest, version - min(int(sample.versions.min()) for sample in made.rollout.samples()))
+        oldest = max(oldest, version - min(int(sample.array("versions").min()) for sample in made.rollout.samples()))
         if ahead:
             await generate(rollout_id + 1, rollout_id)
         await asyncio.sleep(step)

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.sample import COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import COMPLETED
 from tests.support.mtp_models import make_glm, make_mimo
 from tests.support.tiny import make_family, with_images
 
@@ -32,12 +33,12 @@ def made_up(rollout_id: int, groups: int, each: int, most: int) -> list[Sample]:
             size = int(rng.integers(1, most + 1))
             found.append(
                 Sample(
-                    group=group,
-                    index=index,
+                    group_index=group,
+                    response_index=index,
                     tokens=rng.integers(6, 100, 5 + size).astype(np.int32),
                     response_length=size,
                     loss_mask=np.ones(size, np.uint8),
-                    logprobs=rng.normal(-2, 1, size).astype(np.float32),
+                    rollout_log_probs=rng.normal(-2, 1, size).astype(np.float32),
                     versions=np.full(size, rollout_id, np.int32),
                     reward=float(index % 2),
                     status=COMPLETED,

@@ -15,7 +15,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED, SampleStatus
 from tests.support.tiny import CHAT, SPECIAL
 
 LETTERS = ["a", "b", "c", "<", ">", "m", "o", "r", "e", "1", "+", "=", "\n", "user", "assistant", "ab"]
@@ -50,7 +50,7 @@ class Policy:
         self.end = ids("<|end|>")
         self.asked = []
         self.broken: HpcrlError | None = None
-        self.status = ""
+        self.status: SampleStatus | None = None
         self.ends: dict[int, int] = {}  #: number of a request (from 1) -> tokens after which it is ended early
         self.begun: list[list[int]] = []  #: what each request went on from
 

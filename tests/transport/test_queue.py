@@ -232,7 +232,7 @@ def test_a_run_may_begin_anywhere(served: Served, client: QueueClient) -> None:
 def test_misfit_share_is_refused_by_its_maker(served: Served) -> None:
     """A share that does not fit is refused where it is made."""
     wrong = share(0)
-    wrong.batch.logprobs[0] = float("nan")
+    wrong.batch.rollout_log_probs[0] = float("nan")
     with pytest.raises(WireError, match="logprob 0: not finite"):
         served.put(0, share(0), wrong)
     with pytest.raises(ValueError, match="rollout for each of 2 ranks"):

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.errors import DataError, HpcrlError, PeerError
-from hpcrl.sample import OPTIONAL, ROW, SampleBatch
 from hpcrl.transport import messages
+from hpcrl.transport.sample_batch import ROW, SampleBatch
 from hpcrl.transport.share_format import FORMAT, RUN, Share, WireError, decode, encode
-from tests.support.shares import part_of, same, sample, share, share_of
+from hpcrl.utils.sample_parts import OPTIONAL
+from tests.support.shares import part_of, plain_sample, same, sample, share, share_of
 
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=6)
 
@@ -47,9 +48,19 @@ def test_columns_that_only_some_runs_have_arrive_too() -> None:
     assert len(frames) == 7 + len(OPTIONAL)
     assert same(decode(frames), its)
     picked = its.batch.select([1])
-    assert all(np.array_equal(picked.extra[name], samples[0].extra[name]) for name in OPTIONAL)
-    with pytest.raises(DataError, match="samples of a batch.*routed_experts, sample 1 of group 0 differs"):
+    assert all(np.array_equal(picked.extra[name], samples[0].array(name)) for name in OPTIONAL)
+    with pytest.raises(DataError, match="samples of a batch.*teacher_log_probs, sample 1 of group 0 differs"):
         SampleBatch.from_samples([samples[0], sample(1)])
+
+
+def test_rows_have_the_rewards_of_their_samples() -> None:
+    """In their order, also where some are taken out: a neighbour's reward would train the wrong response."""
+    samples = [
+        plain_sample().replace(response_index=index, reward=reward) for index, reward in enumerate((0.25, 1.0, -2.0))
+    ]
+    batch = SampleBatch.from_samples(samples)
+    assert batch.rows["reward"].tolist() == [0.25, 1.0, -2.0]
+    assert batch.select([2, 0]).rows[["response_index", "reward"]].tolist() == [(2, -2.0), (0, 0.25)]
 
 
 def test_optional_columns_are_checked() -> None:
@@ -58,7 +69,7 @@ def test_optional_columns_are_checked() -> None:
     frames = frames_of(its)
     columns = msgspec.msgpack.decode(frames[0])["columns"]
     for changes, message in (
-        ({0: "another"}, "columns 'another', 'routed_experts'.*addition to the usual"),
+        ({0: "another"}, "columns 'another', 'rollout_routed_experts'.*addition to the usual"),
         ({1: "float64"}, "of type 'float64'"),
         ({2: 4}, "4 elements declared"),
         ({3: [2, 2, 2, 2]}, "and 4$"),
@@ -66,11 +77,11 @@ def test_optional_columns_are_checked() -> None:
         wrong = [*columns[:6], [changes.get(i, value) for i, value in enumerate(columns[6])], *columns[7:]]
         with pytest.raises(WireError, match=message):
             decode(with_header(frames, columns=wrong))
-    its.batch.extra["teacher_logprobs"][3] = np.nan
-    with pytest.raises(WireError, match="teacher_logprobs 3: not finite"):
+    its.batch.extra["teacher_log_probs"][3] = np.nan
+    with pytest.raises(WireError, match="teacher_log_probs 3: not finite"):
         encode(its)
-    its.batch.extra["teacher_logprobs"] = its.batch.extra["teacher_logprobs"][1:]
-    with pytest.raises(WireError, match="the rows hold 5 elements of teacher_logprobs"):
+    its.batch.extra["teacher_log_probs"] = its.batch.extra["teacher_log_probs"][1:]
+    with pytest.raises(WireError, match="the rows hold 5 elements of teacher_log_probs"):
         encode(its)
 
 
@@ -78,7 +89,7 @@ def test_the_large_arrays_are_views_on_the_frames() -> None:
     frames = frames_of(share())
     found = decode(frames).batch
     table = decode(frames).table
-    for array, frame in ((table, frames[1]), (found.tokens, frames[3]), (found.logprobs, frames[5])):
+    for array, frame in ((table, frames[1]), (found.tokens, frames[3]), (found.rollout_log_probs, frames[5])):
         assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
     assert np.shares_memory(np.frombuffer(encode(its := share())[3], np.uint8), its.batch.tokens)
 
@@ -87,7 +98,7 @@ def test_a_frame_at_an_odd_address_is_decoded() -> None:
     frames = frames_of(share())
     odd = [memoryview(b"x" + frame)[1:] for frame in frames]
     assert same(decode(odd), share())
-    assert decode(odd).batch.logprobs.flags.aligned
+    assert decode(odd).batch.rollout_log_probs.flags.aligned
 
 
 def test_wire_size_per_token() -> None:
@@ -151,10 +162,13 @@ SPOILED: list[tuple[Callable[[Share], Any], str]] = [
     (spoil("tokens", 4, -2), "token 4: negative id"),
     (spoil("tokens", 0, -1), "token 0: negative id"),
     (spoil("loss_mask", 3, 2), "loss_mask 3"),
-    (spoil("logprobs", 5, np.inf), "logprob 5: not finite"),
-    (spoil("logprobs", 5, -np.inf), "logprob 5: not finite"),
-    (spoil("logprobs", 5, np.nan), "logprob 5: not finite"),
-    (lambda s: setattr(s.batch, "logprobs", s.batch.logprobs[1:]), "elements of logprobs|the columns hold 13 elements"),
+    (spoil("rollout_log_probs", 5, np.inf), "logprob 5: not finite"),
+    (spoil("rollout_log_probs", 5, -np.inf), "logprob 5: not finite"),
+    (spoil("rollout_log_probs", 5, np.nan), "logprob 5: not finite"),
+    (
+        lambda s: setattr(s.batch, "rollout_log_probs", s.batch.rollout_log_probs[1:]),
+        "elements of rollout_log_probs|the columns hold 13 elements",
+    ),
     (lambda s: setattr(s.batch, "versions", s.batch.versions[1:]), "elements of versions"),
     (lambda s: setattr(s, "micro_batches", [[[0, 1]]]), "each of the 3 rows exactly once"),
     (lambda s: setattr(s, "micro_batches", [[[0, 1], [2, 2]]]), "exactly once"),
@@ -311,7 +325,7 @@ def test_a_column_of_another_kind_is_converted() -> None:
     columns = (
         b.tokens.astype(np.int64),
         b.loss_mask.astype(bool),
-        b.logprobs.astype(np.float64),
+        b.rollout_log_probs.astype(np.float64),
         b.versions.astype(np.int64),
     )
     wide = replace(its, batch=SampleBatch(b.rows, *columns))

@@ -13,7 +13,7 @@ async def play(args, sample, sampling_params):
     """Guess the number: the model guesses a digit and reads whether the number is higher or lower."""
     import aiohttp
 
-    messages = [{"role": "user", "content": sample.prompt}]
+    messages = [*args.messages]
     guesses = []
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {args.api_key}"}) as http:
         for _ in range(TURNS):

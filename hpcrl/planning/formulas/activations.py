@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.config.foreign_names import written_for_slime
 from hpcrl.config.options import Options
 from hpcrl.models.family import Config, Family, LayerKind, layer_kinds
 from hpcrl.models.shared.hybrid import CHUNK
@@ -30,10 +29,9 @@ def weight_bytes(options: Options) -> int:
 
 def longest_sample(options: Options) -> int:
     """Tokens of the longest sample that there may be; without --rollout-max-prompt-len the prompt's are not known, and
-    not counted.  In functions written for slime --rollout-max-response-len bounds each turn, and the context all."""
+    not counted.  In custom generate functions --rollout-max-response-len bounds each turn, and the context all."""
     whole = options.rollout_max_context_len
-    made_by = options.custom_generate_function_path
-    if whole and made_by and written_for_slime(made_by):
+    if whole and options.custom_generate_function_path:
         return whole
     parts = (options.rollout_max_prompt_len or 0) + options.rollout_max_response_len
     return min(whole, parts) if whole else parts

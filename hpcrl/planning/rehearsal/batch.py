@@ -16,8 +16,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs, routing
 from hpcrl.models.family import Config
 from hpcrl.planning.formulas.activations import longest_sample, tokens_per_gpu
-from hpcrl.sample import COMPLETED, Sample, SampleBatch
+from hpcrl.sample import Sample
+from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.transport.share_format import Share
+from hpcrl.utils.sample_parts import COMPLETED
 
 SHORTEST = 2  #: tokens: one of prompt, one of response
 
@@ -80,19 +82,19 @@ def _sample(options: Options, config: Config, length: int, number: int, each: in
     if routing(options) == "engine":
         layers = config.get("num_hidden_layers", 1)
         chosen = config.get("num_experts_per_tok", 1)
-        extra["routed_experts"] = np.broadcast_to(np.arange(chosen, dtype=np.uint8), (length, layers, chosen)).copy()
+        extra["rollout_routed_experts"] = np.resize(np.arange(chosen, dtype=np.uint8), (length, layers, chosen))
     if needs(options).teacher and not needs(options).teacher_model:
-        extra["teacher_logprobs"] = np.full(answer, -0.25, np.float32)
+        extra["teacher_log_probs"] = np.full(answer, -0.25, np.float32)
     return Sample(
-        group=number // each,
-        index=number % each,
+        group_index=number // each,
+        response_index=number % each,
         tokens=np.zeros(length, np.int32),
         response_length=answer,
         loss_mask=np.ones(answer, np.uint8),
-        logprobs=np.full(answer, -0.25, np.float32),
+        rollout_log_probs=np.full(answer, -0.25, np.float32),
         versions=np.zeros(answer, np.int32),
         reward=float(number % 3),
         baseline=0.0,
         status=COMPLETED,
-        extra=extra,
+        **extra,
     )

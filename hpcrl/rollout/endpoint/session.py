@@ -25,7 +25,7 @@ from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
-from hpcrl.sample import ABORTED, TRUNCATED
+from hpcrl.utils.sample_parts import ABORTED, TRUNCATED
 
 SIDE_BY_SIDE = 64  #: requests of one response at once
 REQUESTS = 4096  #: requests of one response in all

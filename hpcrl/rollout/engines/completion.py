@@ -22,13 +22,13 @@ from hpcrl.models.routing import Routing
 from hpcrl.rollout.engines.engine_pool import PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.prompt_files import Prompt
-from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, ENDS, TRUNCATED, SampleStatus
 
 if TYPE_CHECKING:
     from hpcrl.rollout.engines.engine_pool import PooledEngine
 
 
-STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
 CLAMPED = -9999.0  #: what vLLM writes for a log-prob that is not finite, or that it does not have
 
 
@@ -47,11 +47,11 @@ class Completion:
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    status: str
+    status: SampleStatus
     experts: np.ndarray | None = None
 
     @classmethod
-    def empty(cls, status: str = ABORTED) -> Completion:
+    def empty(cls, status: SampleStatus = ABORTED) -> Completion:
         """No token yet."""
         return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), status)
 
@@ -67,38 +67,53 @@ class Completion:
             experts = np.concatenate([experts, self.experts[len(experts) :]])
         return Completion(*(np.concatenate(parts) for parts in both), self.status, experts)
 
-    def sample(self, group: int, index: int, prompt: Prompt, response: str) -> Sample:
+    def sample(self, group: int, index: int, prompt: Prompt, response: str, group_size: int = 1) -> Sample:
         """This as the answer number `index` to `prompt`.
 
         Args:
             response: its text.
+            group_size: responses to the prompt.
         """
+        experts = None if self.experts is None else np.concatenate([self.experts, 0 * self.experts[:1]])
         return Sample(
-            group=group,
-            index=index,
+            group_index=group,
+            response_index=index,
+            group_size=group_size,
             tokens=np.concatenate([prompt.tokens, self.tokens]),
             response_length=len(self.tokens),
             loss_mask=np.ones(len(self.tokens), np.uint8),
-            logprobs=self.logprobs,
+            rollout_log_probs=self.logprobs,
             versions=self.versions,
             status=self.status,
             prompt=prompt.raw,
             response=response,
             label=prompt.label,
-            metadata=prompt.metadata,
-            extra={}
-            if self.experts is None
-            else {"routed_experts": np.concatenate([self.experts, 0 * self.experts[:1]])},
+            metadata=dict(prompt.metadata),
+            rollout_routed_experts=experts,
         )
+
+
+def pending_sample(group: int, index: int, prompt: Prompt, group_size: int, reward_key: str | None = None) -> Sample:
+    """A prompt that waits for its response."""
+    return Sample(
+        group_index=group,
+        response_index=index,
+        group_size=group_size,
+        tokens=prompt.tokens,
+        prompt=prompt.raw,
+        label=prompt.label,
+        metadata=dict(prompt.metadata),
+        reward_key=reward_key,
+    )
 
 
 def completion_of(sample: Sample) -> Completion:
     """What `Completion.sample` made a sample of."""
-    experts = sample.extra.get("routed_experts")
+    experts = sample.array("rollout_routed_experts") if sample.has("rollout_routed_experts") else None
     return Completion(
-        sample.tokens[len(sample.tokens) - sample.response_length :],
-        sample.logprobs,
-        sample.versions,
+        sample.array("tokens")[sample.prompt_length :],
+        sample.array("rollout_log_probs"),
+        sample.array("versions"),
         sample.status,
         None if experts is None else experts[:-1],  # the engine has not read the last token
     )
@@ -136,7 +151,7 @@ def check(
         logprobs: floats [n] or None.
         spans: (version, start, end) of the output, empty if it says nothing.
     """
-    status, count = STATUS.get(reason), len(tokens)
+    status, count = ENDS.get(reason), len(tokens)
     if status is None:
         raise garbage(engine, f"what is not a completion: it ended for the reason {reason!r}")
     if not count and status != ABORTED:

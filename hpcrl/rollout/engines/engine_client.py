@@ -24,9 +24,9 @@ from hpcrl.rollout.engines import sampling_route
 from hpcrl.rollout.engines.completion import Completion, ExpectedAnswer, PassingTrouble, PromptRequest, SampleCall
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
-from hpcrl.sample import ABORTED, TRUNCATED
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.retry import Pauses
+from hpcrl.utils.sample_parts import ABORTED, TRUNCATED
 
 ATTEMPTS = 4  #: how often one request is sent at most
 PAUSES = Pauses(0.2, 3.2, growth=4.0)  #: before a request is sent again

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +22,12 @@ from hpcrl.config.custom_functions import named, settled, short
 from hpcrl.config.eval_sets import NAME
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.completion import pending_sample
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut
 from hpcrl.rollout.samplers.sampler import ResponseRequest
-from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
+from hpcrl.rollout.slime_names.arguments import Arguments
+from hpcrl.sample import BadSample, Sample
+from hpcrl.utils.sample_parts import COMPLETED, PENDING, TRUNCATED
 
 
 class HeldOutSource:
@@ -55,7 +56,7 @@ class HeldOutSource:
         for asked in self._evaluator.request_responses(held := self.sets[name], self._version):
             number = self.first[name] + asked.group.number
             self._asked[number, asked.index] = held, asked
-            sample = Completion.empty(PENDING).sample(number, asked.index, asked.group.prompt, "")
+            sample = pending_sample(number, asked.index, asked.group.prompt, held.eval_set.n_samples)
             groups.setdefault(number, []).append(sample)
         return list(groups.values())
 
@@ -64,10 +65,12 @@ class HeldOutSource:
         is."""
         if sample.status != PENDING:
             return [sample]
-        if (sample.group, sample.index) not in self._asked:
-            raise ValueError(f"response {sample.index} of group {sample.group} is none of this evaluation's")
-        held, asked = self._asked[sample.group, sample.index]
-        return [replace(await self._evaluator.one(held, asked), group=sample.group)]
+        if (sample.group_index, sample.response_index) not in self._asked:
+            raise ValueError(
+                f"response {sample.response_index} of group {sample.group_index} is none of this evaluation's"
+            )
+        held, asked = self._asked[sample.group_index, sample.response_index]
+        return [(await self._evaluator.one(held, asked)).replace(group_index=sample.group_index)]
 
     async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:
         """The same for several samples, side by side."""
@@ -93,7 +96,7 @@ class CustomEvaluator:
     def __init__(
         self, options: Options, evaluator: Evaluator, sets: Sequence[HeldOut], function: Callable[..., Any]
     ) -> None:
-        self._options = options
+        self._args = Arguments(options)
         self._evaluator = evaluator
         self._sets = sets
         self._function = function
@@ -107,7 +110,7 @@ class CustomEvaluator:
         """
         source = HeldOutSource(self._evaluator, self._sets, version)
         with named(self._shown):
-            found = await settled(self._function(self._options, rollout_id, source, evaluation=True))
+            found = await settled(self._function(self._args, rollout_id, source, evaluation=True))
         rows = getattr(found, "data", found)
         if isinstance(rows, list) and len(source.sets) == 1:
             rows = {source.names[0]: rows}
@@ -146,7 +149,7 @@ class CustomEvaluator:
         values = self._floats(name, "rewards", rewards)
         if len(values) != len(flat) or not all(isinstance(sample, Sample) for sample in flat):
             raise HpcrlError(f"{self._shown} returned {len(values)} rewards for {len(flat)} samples of the set {name}")
-        return [replace(sample, reward=value) for sample, value in zip(flat, values, strict=True)]
+        return [sample.replace(reward=value) for sample, value in zip(flat, values, strict=True)]
 
     def _samples(self, source: HeldOutSource, name: str, row: list[Any]) -> list[Sample]:
         """The samples of a set, one a response, in the order of the file.
@@ -162,19 +165,18 @@ class CustomEvaluator:
         held, first = source.sets[name], source.first[name]
         found: dict[tuple[int, int], list[Sample]] = {}
         for sample in _flat(row):
-            if not isinstance(sample, Sample) or not 0 <= sample.group - first < len(held.file):
+            if not isinstance(sample, Sample) or not 0 <= sample.group_index - first < len(held.file):
                 raise HpcrlError(f"{self._shown} returned what is not a sample of the set {name}: {short(sample)}")
-            if (
-                sample.status not in (COMPLETED, TRUNCATED)
-                or not math.isfinite(sample.reward)
-                or not len(sample.versions)
-            ):
-                state = f"{sample.status}, with {len(sample.versions)} tokens and reward {sample.reward:g}"
-                raise HpcrlError(
-                    f"{self._shown} returned sample {sample.index} of group {sample.group} ({name}) {state}: it must "
-                    "be finished"
-                )
-            found.setdefault((sample.group - first, sample.index), []).append(sample)
+            where = f"sample {sample.response_index} of group {sample.group_index} ({name})"
+            try:
+                sample.check()
+            except BadSample as error:
+                raise HpcrlError(f"{self._shown} {error} ({where})") from error
+            if sample.status not in (COMPLETED, TRUNCATED) or not sample.graded or not sample.response_length:
+                graded = "graded" if sample.graded else "without a reward"
+                state = f"{sample.status}, with {sample.response_length} tokens and {graded}"
+                raise HpcrlError(f"{self._shown} returned {where} {state}: it must be finished")
+            found.setdefault((sample.group_index - first, sample.response_index), []).append(sample)
         wanted = [(line, index) for line in range(len(held.file)) for index in range(held.eval_set.n_samples)]
         if sorted(found) != wanted:
             raise HpcrlError(
@@ -184,7 +186,7 @@ class CustomEvaluator:
             )
         if twice := next((key for key, several in found.items() if len(several) > 1), None):
             raise HpcrlError(f"{self._shown} returned response {twice[1]} of group {first + twice[0]} ({name}) twice")
-        return [replace(found[key][0], group=key[0]) for key in wanted]
+        return [found[key][0].replace(group_index=key[0]) for key in wanted]
 
     # ---- numbers
 

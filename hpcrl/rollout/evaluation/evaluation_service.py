@@ -113,7 +113,7 @@ class EvaluationService:
             if held.name in made.numbers and held.name not in made.samples:
                 continue
             samples = every[held.name] = made.samples.get(held.name) or await self._evaluator.samples(held, version)
-            newest = max(int(sample.versions.max()) for sample in samples) if while_training else version
+            newest = max(int(sample.array("versions").max()) for sample in samples) if while_training else version
             check_staleness(samples, newest, newest - version)
             await asyncio.to_thread(write_samples, self._samples / f"eval-{held.name}-{rollout_id}.jsonl", samples)
             found[held.name] = held.results(samples, self._options.log_passrate)

@@ -33,7 +33,8 @@ from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
-from hpcrl.sample import TRUNCATED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import TRUNCATED
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Evaluator:
         if self._custom is not None:
             asked = replace(asked, held_out=replace(asked.held_out, sampling=sampling))
             found = await self._custom.make(asked)
-            return replace(found[-1], reward=float(np.mean([sample.reward for sample in found])))
+            return found[-1].replace(reward=float(np.mean([sample.score for sample in found])))
         assert self._grading is not None
         what = f"evaluation {held.name} of policy version {asked.version}"
         tally = self._grading.tally(what, asked.held_out.size, asked.held_out.n_samples_per_prompt)
@@ -146,7 +147,7 @@ class Evaluator:
         response = self._tokenizer.decode(
             completion.tokens, frozenset(sampling.stop_token_ids), sampling.skip_special_tokens
         )
-        sample = completion.sample(number, index, prompt, response)
+        sample = completion.sample(number, index, prompt, response, asked.held_out.n_samples_per_prompt)
         await self._grading.grade(sample, prompt.where, tally, asked.held_out.by)
         return sample
 
@@ -168,7 +169,7 @@ def results(samples: Sequence[Sample], each: int, passrate: bool = False, droppe
         dropped: prompts that were too long; majority@n: mean reward of the answer that most of a prompt's `each`
             responses give, where any is boxed; pass@k, with `passrate`; and `grading_metrics`.
     """
-    rewards = np.asarray([s.reward for s in samples], np.float64).reshape(-1, each)
+    rewards = np.asarray([s.score for s in samples], np.float64).reshape(-1, each)
     bounds = dict(zip(("ci_low", "ci_high"), interval(rewards), strict=True))
     found: dict[str, Any] = (
         grading_metrics(samples)
@@ -193,7 +194,7 @@ def answered_by(samples: Sequence[Sample], version: int) -> dict[str, float]:
     policy_version: the one that is evaluated, `version`; policy_version_max: the newest that has sampled a token;
     policy_version_ratio: the share of the tokens that `version` itself has sampled.
     """
-    versions = np.concatenate([sample.versions for sample in samples])
+    versions = np.concatenate([sample.array("versions") for sample in samples])
     share = float(np.mean(versions == version)) if len(versions) else 1.0
     return {
         "policy_version": float(version),

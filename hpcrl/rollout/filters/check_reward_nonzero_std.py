@@ -18,7 +18,7 @@ EQUAL = 1e-6  #: a standard deviation up to it is rounding
 
 def keep(options: Options, samples: Sequence[Sample]) -> Verdict:
     """Refused for `zero_std_REWARD`, the reward rounded to one digit."""
-    rewards = np.asarray([sample.reward for sample in samples], np.float64)
+    rewards = np.asarray([sample.score for sample in samples], np.float64)
     if rewards.std() > EQUAL:
         return Verdict(True)
     return Verdict(False, f"zero_std_{round(float(rewards[0]), 1)}")

@@ -20,7 +20,7 @@ from hpcrl.config.plugin_points import load_own, option_text
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.filters.verdict import Verdict, read_verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
-from hpcrl.rollout.slime_names.adapters import adapted
+from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
 
@@ -32,7 +32,7 @@ SAID = 3  #: failures that are logged with their traceback
 def _load(options: Options, name: str, function: str) -> Callable[..., Any]:
     value = getattr(options, name)
     if is_path(value):
-        return adapted(load_own(name, value), options, value)
+        return load_own(name, value)
     return getattr(importlib.import_module(f"hpcrl.rollout.filters.{value}"), function)
 
 
@@ -41,7 +41,7 @@ class DynamicFilter:
 
     def __init__(self, options: Options) -> None:
         """Raise UsageError for a custom one that cannot be used."""
-        self._options = options
+        self._args = Arguments(options)
         self._shown = f"{option_text('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
         self._keep = _load(options, "dynamic_sampling_filter_path", "keep")
         self._rollout = -1
@@ -61,7 +61,10 @@ class DynamicFilter:
             self._failed = 0
         self._judged += 1
         try:
-            return read_verdict(await settled(self._keep(self._options, list(samples))))
+            verdict = read_verdict(await settled(self._keep(self._args, list(samples))))
+            for sample in samples:
+                sample.check()
+            return verdict
         except Exception as error:
             self._failed += 1
             text = said_of(error)
@@ -83,7 +86,7 @@ class BufferFilter:
 
     def __init__(self, options: Options) -> None:
         """Raise UsageError for a custom one that cannot be used."""
-        self._options = options
+        self._args = Arguments(options)
         self._shown = f"{option_text('buffer_filter_path')} {options.buffer_filter_path}"
         self._choose = _load(options, "buffer_filter_path", "choose")
         self.failed = 0
@@ -97,12 +100,14 @@ class BufferFilter:
         progress_of = {id(group): progress for group, progress in zip(samples, waiting, strict=True)}
         buffer = list(samples)
         try:
-            returned = await settled(self._choose(self._options, rollout_id, buffer, count))
+            returned = await settled(self._choose(self._args, rollout_id, buffer, count))
             if not isinstance(returned, list | tuple) or any(id(group) not in progress_of for group in returned):
                 raise TypeError(f"returned {short(returned)}, which is not a list of groups of the buffer")
             left = {id(group) for group in buffer}
             if not left <= progress_of.keys() or len({id(group) for group in returned}) < len(returned):
                 raise TypeError("put a group into the buffer, or returned one twice")
+            for sample in (sample for group in returned for sample in group):
+                sample.check()
         except Exception as error:  # noqa: BLE001  (the user's code)
             self.failed += 1
             if self.failed <= SAID:

@@ -18,12 +18,14 @@ from typing import Any
 from hpcrl.config.custom_functions import named, settled, short
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.completion import pending_sample
 from hpcrl.rollout.generation.generator import GeneratedRollout
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import ResponseRequest, Sampler
-from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
+from hpcrl.rollout.slime_names.arguments import Arguments
+from hpcrl.sample import BadSample, Sample
+from hpcrl.utils.sample_parts import COMPLETED, PENDING, TRUNCATED
 
 UNUSED = "unused"  #: the reason of groups that the function was given and did not return
 
@@ -50,7 +52,7 @@ class RolloutSource:
     def _pending(self, progress: GroupProgress) -> list[Sample]:
         found = []
         for index in range(self._options.n_samples_per_prompt):
-            sample = Completion.empty(PENDING).sample(progress.number, index, progress.group.prompt, "")
+            sample = pending_sample(progress.number, index, progress.group.prompt, self._options.n_samples_per_prompt)
             found += progress.finished.get(index, [sample])  # an earlier attempt may have left some on disk
         return found
 
@@ -59,10 +61,12 @@ class RolloutSource:
         is."""
         if sample.status != PENDING:
             return [sample]
-        if sample.group not in self._store.held:
-            raise ValueError(f"group {sample.group} is none of this rollout's")
+        if sample.group_index not in self._store.held:
+            raise ValueError(f"group {sample.group_index} is none of this rollout's")
         return await self._sampler.make(
-            ResponseRequest(self._store.groups[sample.group].group, sample.index, self._rollout_id, self._version)
+            ResponseRequest(
+                self._store.groups[sample.group_index].group, sample.response_index, self._rollout_id, self._version
+            )
         )
 
     async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -78,6 +82,7 @@ class CustomGenerator:
         self._options = options
         self._store = store
         self._sampler = sampler
+        self._args = Arguments(options)
         self._function = function
         self._shown = f"--rollout-function-path {options.rollout_function_path}"
 
@@ -95,7 +100,7 @@ class CustomGenerator:
         consumed = version if consumed is None else consumed
         source = RolloutSource(self._options, self._store, self._sampler, rollout_id, version, consumed)
         with named(self._shown):
-            found = await settled(self._function(self._options, rollout_id, source, evaluation=False))
+            found = await settled(self._function(self._args, rollout_id, source, evaluation=False))
         groups = getattr(found, "samples", found)
         metrics = getattr(found, "metrics", None) or {}
         batch = [self._number_of(group) for group in self._whole(groups)]
@@ -126,18 +131,23 @@ class CustomGenerator:
 
     def _number_of(self, group: list[Sample]) -> int:
         """Which group was returned; its samples are kept."""
-        number = getattr(group[0], "group", None)
+        number = getattr(group[0], "group_index", None)
         given = isinstance(number, int) and number in self._store.held
-        if not given or not all(isinstance(sample, Sample) and sample.group == number for sample in group):
+        if not given or not all(isinstance(sample, Sample) and sample.group_index == number for sample in group):
             raise HpcrlError(f"{self._shown} returned a group that is none of those it was given: {short(group)}")
         found: dict[int, list[Sample]] = {}
         for sample in group:
-            if sample.status not in (COMPLETED, TRUNCATED) or not math.isfinite(sample.reward):
-                state = f"{sample.status}, with reward {sample.reward:g}"
+            try:
+                sample.check()
+            except BadSample as error:
+                raise HpcrlError(f"{self._shown} {error} (of group {number})") from error
+            if sample.status not in (COMPLETED, TRUNCATED) or not sample.graded:
+                state = f"{sample.status}, {'graded' if sample.graded else 'without a reward'}"
                 raise HpcrlError(
-                    f"{self._shown} returned sample {sample.index} of group {number} {state}: it must be finished"
+                    f"{self._shown} returned sample {sample.response_index} of group {number} {state}: it must be "
+                    "finished"
                 )
-            found.setdefault(sample.index, []).append(sample)
+            found.setdefault(sample.response_index, []).append(sample)
         if set(found) != set(range(self._options.n_samples_per_prompt)):
             has = ", ".join(map(str, sorted(found)))
             raise HpcrlError(

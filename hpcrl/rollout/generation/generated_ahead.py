@@ -23,9 +23,9 @@ from hpcrl.rollout.generation.custom_generator import CustomGenerator
 from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger.journal import HandedOver
+from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.sample import PackedSample, pack, unpack
 from hpcrl.utils.untrusted_files import SAMPLES, read_regular
 
 FOLDER, SUFFIX = "ahead", ".made"
@@ -109,7 +109,7 @@ class GeneratedAhead:
         rollout = Rollout(rollout_id, found.version, groups, self._options.n_samples_per_prompt)
         responses: dict[tuple[int, int], list[Any]] = {}
         for sample in samples:
-            responses.setdefault((sample.group, sample.index), []).append(sample)
+            responses.setdefault((sample.group_index, sample.response_index), []).append(sample)
         for response in responses.values():
             rollout.add(response)
         say(

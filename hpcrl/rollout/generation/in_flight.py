@@ -12,15 +12,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
 from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
-from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
+from hpcrl.sample import Sample
 from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED
 
 START = "start_rollout_id"  #: in metadata: the rollout in which a response was begun that a later one continues
 ENDS = 3  #: how often a response that an engine aborts unasked is resumed
@@ -197,14 +197,14 @@ class InFlightGroups:
 
     def _add_samples(self, progress: GroupProgress, index: int, samples: list[Sample]) -> None:
         for sample in samples:
-            if sample.status not in (COMPLETED, TRUNCATED) or sample.group != progress.number:
+            if sample.status not in (COMPLETED, TRUNCATED) or sample.group_index != progress.number:
                 raise HpcrlError(
-                    f"the sampler returned a {sample.status} sample of group {sample.group} as response {index} of "
-                    f"group {progress.number}"
+                    f"the sampler returned a {sample.status} sample of group {sample.group_index} as response {index} "
+                    f"of group {progress.number}"
                 )
         if index == GREEDY:
             failed = any(sample.grading for sample in samples)
-            progress.baseline = math.inf if failed else sum(sample.reward for sample in samples) / len(samples)
+            progress.baseline = math.inf if failed else sum(sample.score for sample in samples) / len(samples)
             return
         progress.partial.pop(index, None)
         progress.finished[index] = samples
@@ -218,9 +218,9 @@ def _mark_start(progress: GroupProgress, rollout_id: int) -> None:
     may want to know how old it is."""
     marked = {START: rollout_id}
     for index, samples in progress.finished.items():
-        progress.finished[index] = [replace(sample, metadata=marked | sample.metadata) for sample in samples]
+        progress.finished[index] = [sample.replace(metadata=marked | sample.metadata) for sample in samples]
     for index, begun in progress.partial.items():
-        progress.partial[index] = tuple(replace(sample, metadata=marked | sample.metadata) for sample in begun)
+        progress.partial[index] = tuple(sample.replace(metadata=marked | sample.metadata) for sample in begun)
 
 
 def _carried(samples: list[Sample], begun: Sequence[Sample]) -> list[Sample]:
@@ -228,4 +228,4 @@ def _carried(samples: list[Sample], begun: Sequence[Sample]) -> list[Sample]:
     start = next((sample.metadata[START] for sample in begun if START in sample.metadata), None)
     if start is None:
         return samples
-    return [replace(sample, metadata={START: start} | sample.metadata) for sample in samples]
+    return [sample.replace(metadata={START: start} | sample.metadata) for sample in samples]

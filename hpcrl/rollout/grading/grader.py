@@ -14,7 +14,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import read_words
 from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.rollout.slime_names.adapters import adapted
-from hpcrl.rollout.slime_names.conversion import EACH
+from hpcrl.rollout.packed_samples import unpack
+from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.rollout.worker_messages import (
     ERROR,
     TIMEOUT,
@@ -36,10 +36,8 @@ from hpcrl.rollout.worker_messages import (
     failure_of,
     frame,
 )
-from hpcrl.sample import Sample, unpack
+from hpcrl.sample import LARGEST, Sample
 from hpcrl.utils.untrusted_files import read_system
-
-LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
 
 
 class NoReward(Exception):
@@ -61,15 +59,15 @@ class Reward:
     group: bool = False
     boxed: Callable[[str], str] | None = None
 
-    async def __call__(self, options: Options, samples: Sequence[Sample]) -> list[Any]:
+    async def __call__(self, args: Arguments, samples: Sequence[Sample]) -> list[Any]:
         """What it returns for each of the samples; of a --group-rm in one call."""
         if self.group:
-            found = await settled(self._called(options, list(samples)))
+            found = await settled(self._called(args, list(samples)))
             several = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else []
             if len(several) != len(samples):
                 raise NoReward(f"returned {short(found)}, with --group-rm a list of {len(samples)} is wanted")
             return several
-        return [await settled(self._called(options, self._seen(sample))) for sample in samples]
+        return [await settled(self._called(args, self._seen(sample))) for sample in samples]
 
     def _called(self, *given: Any) -> Any:
         """What the function returns.  A plain one is called as if no event loop ran: it may call asyncio.run, and has
@@ -92,7 +90,7 @@ class Reward:
         from hpcrl.rollout.answers.labels import boxed
 
         content = boxed(sample.response)
-        return replace(sample, response="" if content is None else self.boxed(content))
+        return sample.replace(response="" if content is None else self.boxed(content))
 
 
 def load_reward(word: str, options: Options) -> Reward:
@@ -102,11 +100,11 @@ def load_reward(word: str, options: Options) -> Reward:
         UsageError: names it, and says what is wrong with it.
     """
     if word == options.custom_rm_path:
-        function = adapted(load_own("custom_rm_path", word), options, word, graded=False)
+        function = load_own("custom_rm_path", word)
         return Reward(word, function, is_async(function), group=options.group_rm)
     (item,) = read_words(word)
     if not item.file:
-        function = adapted(load_own("rm_type", word), options, word, graded=False)
+        function = load_own("rm_type", word)
         return Reward(word, function, is_async(function))
     module = importlib.import_module(f"hpcrl.rollout.rewards.{item.file}")
     if hasattr(module, "check"):
@@ -125,14 +123,14 @@ def load_reward(word: str, options: Options) -> Reward:
 
 
 async def grade(
-    rewards: Sequence[Reward], options: Options, samples: Sequence[Sample], key: str | None, seconds: float
+    rewards: Sequence[Reward], args: Arguments, samples: Sequence[Sample], key: str | None, seconds: float
 ) -> list[GradingOutcome]:
     """The outcomes of all `rewards` on `samples`, one a sample."""
     outcomes = [GradingOutcome(values={}, parts={}) for _ in samples]
     for reward in rewards:
         try:
             async with asyncio.timeout(seconds) as deadline:
-                results = await reward(options, samples)
+                results = await reward(args, samples)
             for outcome, result in zip(outcomes, results, strict=True):
                 outcome.values[reward.word] = _number(result, key or reward.key, outcome.parts)
         except BaseException as error:  # whatever the user's function does
@@ -193,8 +191,9 @@ class Grader:
 
     def __init__(self, setup: GradingSetup) -> None:
         """UsageError, or whatever a user's module raises."""
-        self._options = Options.model_validate_json(setup.options)
-        self._rewards = {word: load_reward(word, self._options) for word in setup.words}
+        options = Options.model_validate_json(setup.options)
+        self._args = Arguments(options)
+        self._rewards = {word: load_reward(word, options) for word in setup.words}
         self.waits = [word for word, reward in self._rewards.items() if reward.waits]
         _bound_memory(setup.memory)
 
@@ -202,10 +201,9 @@ class Grader:
         return all(self._rewards[word].waits for word in task.words)
 
     async def answer(self, task: GradingTask) -> bytes:
-        EACH.set(task.n_samples_per_prompt)
-        samples = [unpack(sent, columns=bool(sent.columns)) for sent in task.samples]
+        samples = [unpack(sent) for sent in task.samples]
         rewards = [self._rewards[word] for word in task.words]
-        return frame(GradingReply(task.id, await grade(rewards, self._options, samples, task.key, task.seconds)))
+        return frame(GradingReply(task.id, await grade(rewards, self._args, samples, task.key, task.seconds)))
 
     async def close(self) -> None: ...
 

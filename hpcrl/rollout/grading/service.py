@@ -23,10 +23,9 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import RewardWord, declared, own_reward, read_words
 from hpcrl.errors import DataError, UsageError
-from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
+from hpcrl.rollout.custom_hooks import FailedHook, RolloutHooks
 from hpcrl.rollout.grading.tally import Tallies, Tally
 from hpcrl.rollout.prompts.prompt_files import PromptFile
-from hpcrl.rollout.slime_names.conversion import EACH
 from hpcrl.rollout.worker_messages import (
     ERROR,
     LOST,
@@ -210,9 +209,10 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         Raises:
             HpcrlError: once too many gradings of the batch have failed.
         """
-        EACH.set(tally.group_size if by is not None else 0)
-        outcome = await self._before(sample, evaluation=by is not None)
+        evaluation = by is not None
         by = by or GradedBy(self._words, self._options.custom_rm_path is None, self._options.reward_key)
+        sample.reward_key = by.key
+        outcome = await self._before(sample, evaluation)
         words = self._words_for(sample, by)
         if (
             self._options.group_rm and words[0].word == self._options.custom_rm_path
@@ -228,7 +228,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
                 {item.name: outcome.values[item.word] for item in words} if len(words) > 1 else outcome.parts
             )
             return
-        text = f"{outcome.text} on response {sample.index} of group {sample.group} ({where})"
+        text = f"{outcome.text} on response {sample.response_index} of group {sample.group_index} ({where})"
         sample.reward = 0.0
         sample.rewards = {}
         sample.grading = ERROR if outcome.failure == LOST else outcome.failure
@@ -242,7 +242,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
             return None
         try:
             await self._hooks.before_reward(sample, evaluation)
-        except BadSample as error:
+        except FailedHook as error:
             return GradingOutcome(failure=ERROR, text=error.text, trace=error.trace)
         return None
 
@@ -256,14 +256,14 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
 
     async def _with_group(self, sample: Sample, tally: Tally, reward_key: str | None) -> GradingOutcome:
         """The sample's outcome, once the rest of its group is there and all were graded in one call."""
-        key = tally.what, sample.group
+        key = tally.what, sample.group_index
         group = self._groups.setdefault(key, _Group())
         future: asyncio.Future[GradingOutcome] = asyncio.get_running_loop().create_future()
         group.samples.append(sample)
         group.futures.append(future)
         if len(group.samples) == tally.group_size:
             del self._groups[key]
-            order = sorted(range(tally.group_size), key=lambda i: group.samples[i].index)
+            order = sorted(range(tally.group_size), key=lambda i: group.samples[i].response_index)
             outcomes = await self._submit(
                 [group.samples[i] for i in order], [item.word for item in self._words], reward_key
             )
@@ -278,7 +278,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
 
     async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[GradingOutcome]:
         sent = [send_sample(sample, self._arrays) for sample in samples]
-        task = GradingTask(0, words, key, self._options.reward_timeout, sent, EACH.get())
+        task = GradingTask(0, words, key, self._options.reward_timeout, sent)
         future: asyncio.Future[list[GradingOutcome]] = asyncio.get_running_loop().create_future()
         return await self.submit(GradingJob(future=future, task=task, shares=self._waits.issuperset(words)))
 

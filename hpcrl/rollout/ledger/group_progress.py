@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import ABORTED, COLUMNS, REQUIRED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COLUMNS
 
 
 @dataclass
@@ -52,7 +53,8 @@ class GroupProgress:
 
     def counts(self, each: int) -> bool:
         """Whether enough of `each` finished responses count for the group to teach something."""
-        return len({sample.index for sample in self.graded()}) >= min(2, each) and not math.isinf(self.baseline)
+        counted = {sample.response_index for sample in self.graded()}
+        return len(counted) >= min(2, each) and not math.isinf(self.baseline)
 
     def all_samples(self) -> list[Sample]:
         """The same with those that are begun."""
@@ -61,7 +63,8 @@ class GroupProgress:
 
     def versions(self) -> tuple[int, int] | None:
         """The oldest and the newest policy version of its tokens; None without tokens."""
-        spans = [(int(s.versions.min()), int(s.versions.max())) for s in self.all_samples() if len(s.versions)]
+        columns = [sample.array("versions") for sample in self.all_samples()]
+        spans = [(int(versions.min()), int(versions.max())) for versions in columns if len(versions)]
         return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
 
 
@@ -97,31 +100,30 @@ def fit(progress: GroupProgress, version: int, bound: int | None, parts: bool) -
 
 
 def _fits(sample: Sample, version: int, bound: int | None) -> bool:
-    if not len(sample.versions):
+    versions = sample.array("versions")
+    if not len(versions):
         return True
-    return int(sample.versions.max()) <= version and (bound is None or version - int(sample.versions.min()) <= bound)
+    return int(versions.max()) <= version and (bound is None or version - int(versions.min()) <= bound)
 
 
 def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | None:
     """The part of a plain response (one sample, all of its tokens the policy's) up to the first token of a later
     policy."""
-    if len(samples) != 1 or not samples[0].loss_mask.all():
+    if len(samples) != 1 or not samples[0].array("loss_mask").all():
         return None
     (sample,) = samples
-    later = sample.versions > version
+    later = sample.array("versions") > version
     count = int(later.argmax()) if later.any() else len(later)
     if count == 0 or count == len(later):
         return None
-    sizes = {"length": len(sample.tokens) - sample.response_length + count, "response_length": count}
+    sizes = {"length": sample.prompt_length + count, "response_length": count}
     cut = {name: column[: sizes[COLUMNS[name].counted_by]] for name, column in sample.columns().items()}
-    part = replace(
-        sample,
-        **{name: cut.pop(name) for name in REQUIRED},
-        extra=cut,
+    part = sample.replace(
+        **cut,
         response_length=count,
         status=ABORTED,
         response="",
-        reward=0.0,
+        reward=None,
         rewards={},
         grading="",
         grading_error="",
@@ -133,8 +135,8 @@ def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | Non
 def mask_older(samples: list[Sample], version: int) -> list[Sample]:
     """The same samples, with loss mask 0 for every token of an older policy than `version`."""
     return [
-        replace(sample, loss_mask=(sample.loss_mask * (sample.versions >= version)).astype(np.uint8))
-        if (sample.versions < version).any()
+        sample.replace(loss_mask=(sample.array("loss_mask") * (sample.array("versions") >= version)).astype(np.uint8))
+        if (sample.array("versions") < version).any()
         else sample
         for sample in samples
     ]

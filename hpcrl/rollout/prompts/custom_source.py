@@ -27,6 +27,7 @@ from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile, ReadOptions
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.rows import kind_of_json
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.slime_names.arguments import Arguments
 
 MOST_DROPPED = 1000  #: prompts in a row that are too long before it is an error
 TYPES = "rm_types"  #: attribute of the class: the rewards that its rows' metadata may name
@@ -44,7 +45,7 @@ class CustomSource:
         if self._reading.keys.chat_template:
             self._tokenizer.need_template(self._tokenizer.template_kwargs)
         with named(self._shown):
-            self.own = function(options)
+            self.own = function(Arguments(options))
         for name in ("take", "state", "restore"):
             if not callable(method := getattr(self.own, name, None)):
                 raise UsageError(f"{self._shown} has no method {name}")

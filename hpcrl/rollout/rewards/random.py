@@ -14,5 +14,7 @@ LABELS = ()
 
 
 def reward(options: Options, sample: Sample) -> float:
-    text = f"{options.rollout_seed}/{sample.group}/{sample.index}/{sample.response}".encode(errors="replace")
+    text = f"{options.rollout_seed}/{sample.group_index}/{sample.response_index}/{sample.response}".encode(
+        errors="replace"
+    )
     return float(hashlib.blake2b(text, digest_size=1).digest()[0] & 1)

@@ -13,16 +13,16 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from hpcrl.config.options import Options
-from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
+from hpcrl.rollout.prompts.tokenizer import Messages
 from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn, continuation
+from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.sample import Sample
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.retry import Pauses, retry_async
 
+#: what a text is made of tokens with, in slime
+TEXT = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
 FULL = "context_length_exceeded"  #: what the endpoint says when tokens leave no room for an answer
-_THEIRS = ("sglang_router_ip", "sglang_router_port", "vllm_router_ip", "vllm_router_port")
-
 RESET = 60.0  #: seconds within which a connection that ends without an answer was one too many for the endpoint
 
 
@@ -48,7 +48,8 @@ class PolicyClient:
             ValueError: for other tokens or params.
             ConnectionError: when the run has failed.
         """
-        body = {"tokens": [int(token) for token in tokens], "sampling_params": sampling_params or {}}
+        params = {name: value for name, value in (sampling_params or {}).items() if name not in TEXT}
+        body = {"tokens": [int(token) for token in tokens], "sampling_params": params}
         # Asking again is safe: this route changes no conversation.  Where the session has not seen the first request,
         # the second is that one; where it has, its answer is lost to us, and the second is one of other noise, as if
         # the function had asked with these tokens twice, with the tokens, log-probs and versions that belong to it.
@@ -79,54 +80,27 @@ def _reset_before_answer(error: Exception) -> bool:
     return isinstance(error, aiohttp.ClientOSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
 
 
-class Arguments:
-    """The `args` of a custom function: every option of the run by its name, and what follows.
-
-    Attributes:
-        engine: asks the policy for tokens.
-        tokenizer: encode, decode, render.
-        base_url, api_key: of the OpenAI-compatible endpoint, for this response alone.
-        evaluation: whether it is one of an evaluation.
-        version: of the policy.
-    """
+class Conversation:
+    """Turns of the policy and what it is told between them, from a prompt on."""
 
     def __init__(
         self,
-        options: Options,
-        engine: PolicyClient,
-        tokenizer: Tokenizer,
-        base_url: str,
-        api_key: str,
-        evaluation: bool,
-        version: int,
+        args: Arguments,
+        sample: Sample,
+        sampling_params: dict[str, Any],
+        tokens: Sequence[int] | None = None,
+        messages: Messages | None = None,
     ) -> None:
-        self.options = options
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.base_url = base_url
-        self.api_key = api_key
-        self.evaluation = evaluation
-        self.version = version
+        """Create one.
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _THEIRS:
-            raise AttributeError(
-                "there is no router here: ask with `await args.engine.generate(tokens, sampling_params)`, not at "
-                f"{name}"
-            )
-        return getattr(self.options, name)
-
-
-class Conversation:
-    """Turns of the policy and what it is told between them, from a sample's prompt on."""
-
-    def __init__(self, args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> None:
+        Args:
+            tokens, messages: of another prompt than the response's.
+        """
         self._args = args
         self._sample = sample
         self._params = sampling_params
-        self.trajectory = Trajectory(sample.tokens.tolist(), args.version)
-        prompt = sample.prompt
-        self._messages: Messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        self.trajectory = Trajectory(args.prompt_tokens if tokens is None else tokens, args.version)
+        self._messages: Messages = args.messages if messages is None else messages
 
     @property
     def room(self) -> int:

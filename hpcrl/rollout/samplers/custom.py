@@ -9,7 +9,6 @@ process that does not heed that is killed; time that an engine works on a call's
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,10 +18,12 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session, sampling_params
+from hpcrl.rollout.engines.completion import pending_sample
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tallies
+from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.routed_tokens import UnaskedTokens, unknown_experts, with_experts
@@ -31,7 +32,8 @@ from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.transcript import turns_of
 from hpcrl.rollout.sandbox_tally import SandboxTally
 from hpcrl.rollout.worker_messages import ERROR, LOST, TIMEOUT, TRIES, CustomCall, CustomResult, send_sample
-from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
 FLAG = "--custom-generate-function-path"
@@ -104,7 +106,7 @@ class CustomSampler:
         if done is not None and done.failure and self._options.deterministic_mode:
             done, found = await self._call(asked, making, prompt, MORE)
         if done is None:
-            return [replace(prompt, status=ABORTED)]
+            return [prompt.replace(status=ABORTED)]
         if done.failure:
             return [self._failed(asked, prompt, done)]
         asked.results.extend(found)
@@ -127,20 +129,10 @@ class CustomSampler:
 
     def _prompt(self, asked: ResponseRequest) -> Sample:
         """The prompt as a sample that has no response yet."""
-        prompt, none = asked.group.prompt, np.zeros(0, np.int32)
-        return Sample(
-            group=asked.group.number,
-            index=asked.index,
-            tokens=prompt.tokens,
-            response_length=0,
-            loss_mask=none.astype(np.uint8),
-            logprobs=none.astype(np.float32),
-            versions=none,
-            status=PENDING,
-            prompt=prompt.raw,
-            label=prompt.label,
-            metadata=prompt.metadata,
-        )
+        each, key = self._options.n_samples_per_prompt, self._options.reward_key
+        if asked.held_out:
+            each, key = asked.held_out.n_samples_per_prompt, asked.held_out.by.key
+        return pending_sample(asked.group.number, asked.index, asked.group.prompt, each, key)
 
     # ---- the call
 
@@ -162,8 +154,6 @@ class CustomSampler:
                 sessions[-1][0],
                 asked.held_out is not None,
                 asked.version,
-                asked.held_out.by.key if asked.held_out else self._options.reward_key,
-                asked.held_out.n_samples_per_prompt if asked.held_out else 0,
             )
 
         try:
@@ -189,11 +179,12 @@ class CustomSampler:
             return done, _with_commands(found, done)
         if not session.dialogues:
             return CustomResult(done.id, failure=ERROR, text="returned None, but asked nothing at the endpoint"), []
-        reward = math.nan if done.reward is None else done.reward
+        assert done.given is not None
+        given = unpack(done.given).replace(prompt=prompt.prompt, label=prompt.label)
         found = []
         for dialogue in session.dialogues:
-            made = dialogue.trajectory.sample(prompt, self._tokenizer)
-            sample = replace(made, metadata=done.metadata, reward=reward, rewards=done.rewards)
+            sample = dialogue.trajectory.sample(given, self._tokenizer)
+            sample.rewards = given.rewards
             sample.transcript = turns_of(sample, self._tokenizer)
             found.append(sample)
         return done, _with_commands(found, done)
@@ -214,21 +205,19 @@ class CustomSampler:
 
         The parts that the function has named stay, in addition to those of the reward.
         """
-        if all(not math.isnan(sample.reward) for sample in samples):
+        if all(sample.graded for sample in samples):
             return
         named = [dict(sample.rewards) for sample in samples]
         last, where = samples[-1], asked.group.prompt.where
-        if math.isnan(last.reward):
-            last.reward = 0.0
+        if not last.graded:
             graded = bool(asked.held_out.by.words) if asked.held_out else self._options.grades
             if not graded and self._options.advantage_estimator == "none" and not asked.held_out:
-                pass  # a teacher says what is learned
+                last.reward = 0.0  # a teacher says what is learned
             elif not graded or self._grading is None:
-                last.grading = ERROR
+                last.reward, last.grading = 0.0, ERROR
                 last.grading_error = f"{FLAG} set no reward, and no --rm-type is given"
-                self._count(
-                    asked, where, f"{last.grading_error} (response {last.index} of group {last.group}, {where})"
-                )
+                shown = f"response {last.response_index} of group {last.group_index}, {where}"
+                self._count(asked, where, f"{last.grading_error} ({shown})")
             else:
                 what, size, each = self._batch(asked)
                 tally = self._grading.tally(what, size, each)
@@ -236,8 +225,8 @@ class CustomSampler:
         parts = dict(last.rewards)
         last.rewards = named[-1] | parts
         for sample, own in zip(samples[:-1], named, strict=False):
-            if math.isnan(sample.reward):
-                sample.reward = last.reward
+            if not sample.graded:
+                sample.reward = last.score
                 sample.rewards = own | parts
                 sample.grading = last.grading
                 sample.grading_error = last.grading_error
@@ -252,20 +241,20 @@ class CustomSampler:
         self._tallies.say(text, f"failed generation: {shown}", done.trace)
         self._count(asked, where, shown)
         end = np.asarray([min(self._tokenizer.eos_ids, default=0)], np.int32)
-        tokens = np.concatenate([prompt.tokens, end])
+        tokens = np.concatenate([prompt.array("tokens"), end])
         routing = self._sampling(asked).routing
-        return replace(
-            prompt,
+        return prompt.replace(
             tokens=tokens,
             response_length=1,
             loss_mask=np.zeros(1, np.uint8),
-            logprobs=np.zeros(1, np.float32),
+            rollout_log_probs=np.zeros(1, np.float32),
             versions=np.full(1, asked.version, np.int32),
+            reward=0.0,
             status=COMPLETED,
             grading=TIMEOUT if done.failure == TIMEOUT else ERROR,
             grading_error=text,
             transcript=done.transcript,
-            extra={} if routing is None else unknown_experts(len(tokens), routing),
+            rollout_routed_experts=None if routing is None else unknown_experts(len(tokens), routing),
         )
 
     def _count(self, asked: ResponseRequest, where: str, text: str) -> None:
@@ -287,7 +276,7 @@ class CustomSampler:
 def _with_commands(samples: list[Sample], done: CustomResult) -> list[Sample]:
     """Samples of a call, the last of which has what the call did in sandboxes."""
     if samples and done.transcript:
-        samples[-1] = replace(samples[-1], transcript=samples[-1].transcript | done.transcript)
+        samples[-1].transcript = samples[-1].transcript | done.transcript
     return samples
 
 

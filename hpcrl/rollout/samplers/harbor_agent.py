@@ -11,7 +11,6 @@ Invariant: what a command printed is not learned from; a response has the verifi
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -33,7 +32,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     task = task_of(sample.metadata)
     messages = [{"role": "user", "content": task.instruction}]
     tokens = opening(args.tokenizer, messages, [BASH])
-    talk = Conversation(args, dataclasses.replace(sample, tokens=tokens, prompt=messages), sampling_params)
+    talk = Conversation(args, sample, sampling_params, tokens.tolist(), messages)
     async with task_box(task) as box:
         broken = await _work(args, talk, task, box)
         left = None if broken else await collect(task, box)

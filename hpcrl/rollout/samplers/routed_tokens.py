@@ -7,7 +7,6 @@ exactly the tokens before it; a sample of which that cannot be said is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -15,16 +14,14 @@ from hpcrl.models.routing import R3, Routing
 from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, choices_of
 from hpcrl.sample import Sample
 
-COLUMN = "routed_experts"  #: of `Sample.extra`
-
 
 class UnaskedTokens(Exception):
     """A sample's tokens are not those that the policy was asked with, so that no engine has said their experts."""
 
 
-def unknown_experts(tokens: int, routing: Routing) -> dict[str, np.ndarray]:
-    """`Sample.extra` of a sample of which no engine has read a token."""
-    return {COLUMN: np.zeros((tokens, len(routing.layers), routing.chosen * routing.dtype.itemsize), np.uint8)}
+def unknown_experts(tokens: int, routing: Routing) -> np.ndarray:
+    """The column of a sample of which no engine has read a token."""
+    return np.zeros((tokens, len(routing.layers), routing.chosen * routing.dtype.itemsize), np.uint8)
 
 
 def with_experts(sample: Sample, turns: Sequence[AskedTurn], routing: Routing) -> Sample:
@@ -36,14 +33,14 @@ def with_experts(sample: Sample, turns: Sequence[AskedTurn], routing: Routing) -
     Raises:
         UnaskedTokens: if the policy was not asked with exactly the tokens before a trained one.
     """
-    extra = unknown_experts(len(sample.tokens), routing)
-    trained = np.flatnonzero(sample.loss_mask)
+    experts = unknown_experts(len(sample.array("tokens")), routing)
+    trained = np.flatnonzero(sample.array("loss_mask"))
     if len(trained):
-        read = len(sample.tokens) - sample.response_length + int(trained[-1])
-        if (found := choices_of(sample.tokens[:read], turns)) is None:
+        read = sample.prompt_length + int(trained[-1])
+        if (found := choices_of(sample.array("tokens")[:read], turns)) is None:
             raise UnaskedTokens(
                 f"returned other tokens than those that it had asked the policy with, and {R3} needs the experts of "
                 "each: return what a Conversation makes, or None after asking at the endpoint"
             )
-        extra[COLUMN][:read] = found
-    return replace(sample, extra=sample.extra | extra)
+        experts[:read] = found
+    return sample.replace(rollout_routed_experts=experts)

@@ -11,15 +11,15 @@ function asked and did not return trains nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from hpcrl.rollout.endpoint.recorded_turns import AskedTurn
 from hpcrl.rollout.endpoint.session import Session
+from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.worker_messages import ERROR, CustomResult
-from hpcrl.sample import Sample, unpack
+from hpcrl.sample import Sample
 
 UNSAMPLED = "unsampled_tokens"  #: in metadata: trained tokens of a sample that no engine sampled there
 
@@ -40,14 +40,9 @@ class SampledPart(NamedTuple):
 
 def received(done: CustomResult, prompt: Sample, session: Session) -> tuple[CustomResult, list[Sample]]:
     """(what came of a call, the samples that it returned); of its prompt counts what it was asked with."""
-    who = {"group": prompt.group, "index": prompt.index, "prompt": prompt.prompt, "label": prompt.label}
-    found = [replace(unpack(sent), **who) for sent in done.samples or ()]
-    if done.given is None:
-        return done, found
-    version = session.making.version
-    pairs = zip(found, done.given, strict=True)
-    known = [known_sample(sample, session.turns, given, version) for sample, given in pairs]
-    if any(sample.loss_mask.any() for sample in found) and not any(sample.loss_mask.any() for sample in known):
+    found = [unpack(sent).replace(prompt=prompt.prompt, label=prompt.label) for sent in done.samples or ()]
+    known = [known_sample(sample, session.turns, session.making.version) for sample in found]
+    if _trains(found) and not _trains(known):
         text = (
             "returned tokens of which no engine sampled any for this response: nothing of it can be trained; return "
             "the tokens that the engine answered, and do not encode their text again"
@@ -56,19 +51,26 @@ def received(done: CustomResult, prompt: Sample, session: Session) -> tuple[Cust
     return done, known
 
 
-def known_sample(sample: Sample, turns: Sequence[AskedTurn], given: bool, version: int) -> Sample:
-    """The sample with versions and log-probs of what engines sampled; other tokens are not trained.
+def _trains(samples: Sequence[Sample]) -> bool:
+    return any(sample.array("loss_mask").any() for sample in samples)
+
+
+def known_sample(sample: Sample, turns: Sequence[AskedTurn], version: int) -> Sample:
+    """A sample that says versions and log-probs as it is; another with those of what engines sampled, and other tokens
+    are not trained.  Log-probs that a function has set are taken where it has asked no engine at all.
 
     Args:
-        given: whether its log-probs are the function's own; they are taken where it has asked no engine at all.
         version: of tokens before the first that an engine sampled.
     """
-    count, mask = sample.response_length, sample.loss_mask.astype(bool)
+    count, mask = sample.response_length, sample.array("loss_mask").astype(bool)
+    given = sample.has("rollout_log_probs")
+    if given and sample.has("versions"):
+        return sample
     if given and not turns:
-        return replace(sample, versions=np.full(count, version, np.int32))
+        return sample.replace(versions=np.full(count, version, np.int32))
     versions, logprobs = np.full(count, -1, np.int32), np.zeros(count, np.float32)
     sampled = np.zeros(count, bool)
-    for part in _parts(sample.tokens, count, turns):
+    for part in _parts(sample.array("tokens"), count, turns):
         here, answer = slice(part.at, part.at + part.count), turns[part.turn].answer
         versions[here], logprobs[here] = answer.versions[: part.count], answer.logprobs[: part.count]
         sampled[here] = True
@@ -79,7 +81,9 @@ def known_sample(sample: Sample, turns: Sequence[AskedTurn], given: bool, versio
     mask &= sampled
     logprobs = np.where(mask, logprobs, 0).astype(np.float32)
     metadata = sample.metadata | {UNSAMPLED: lost} if lost else sample.metadata
-    return replace(sample, loss_mask=mask.astype(np.uint8), logprobs=logprobs, versions=versions, metadata=metadata)
+    return sample.replace(
+        loss_mask=mask.astype(np.uint8), rollout_log_probs=logprobs, versions=versions, metadata=metadata
+    )
 
 
 def _parts(tokens: np.ndarray, count: int, turns: Sequence[AskedTurn]) -> list[SampledPart]:

@@ -20,7 +20,8 @@ from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.sample import ABORTED, COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 
 #: in place of a sample's index: the likeliest response, which is not a sample but what samples are compared with
 GREEDY = -1
@@ -93,7 +94,7 @@ class SingleTurnSampler:
         stops = frozenset(self._sampling.stop_token_ids)
         skip = self._sampling.skip_special_tokens
         response = self._tokenizer.decode(completion.tokens, stops, skip)
-        sample = completion.sample(group.number, index, group.prompt, response)
+        sample = completion.sample(group.number, index, group.prompt, response, self._each)
         if sample.status == ABORTED:
             return [sample]
         asked.results.append(sample)

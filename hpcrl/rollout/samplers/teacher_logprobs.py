@@ -23,10 +23,10 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.remote_server import RemoteServer, StatusError
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.run.role import say
-from hpcrl.sample import ABORTED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED
 
 KEY = "HPCRL_OPD_TEACHER_KEY"  #: environment variable with the server's key, if it asks for one
-NAME = "teacher_logprobs"
 PROBED = 512  #: token ids whose text both tokenizers must cut alike
 CLAMPED = -9999.0  #: what vLLM writes for a log-prob that is not finite
 
@@ -124,7 +124,7 @@ class Teacher:
     # ---- one sample
 
     async def mark(self, sample: Sample, rollout_id: int, where: str) -> None:
-        """Set the sample's log-probs under the teacher (`Sample.extra`), float32 [response].
+        """Set the sample's `teacher_log_probs`.
 
         Args:
             where: the prompt's file and line. If the teacher gives none they are the sample's own, which pull nowhere,
@@ -134,10 +134,11 @@ class Teacher:
             HpcrlError: once that has happened to more of a rollout than --reward-max-failed allows.
         """
         try:
-            sample.extra[NAME] = await self._logprobs(sample)
+            sample.teacher_log_probs = await self._logprobs(sample)
         except PeerError as error:
-            sample.extra[NAME], sample.teacher_error = sample.logprobs.astype(np.float32), error.what
-            text = f"{error.what} on response {sample.index} of group {sample.group} ({where})"
+            sample.teacher_log_probs = sample.array("rollout_log_probs").astype(np.float32)
+            sample.teacher_error = error.what
+            text = f"{error.what} on response {sample.response_index} of group {sample.group_index} ({where})"
             self._tallies.say(error.what, text)
             self._tallies.tally_of(f"rollout {rollout_id} by the teacher", self._size, self._each).fail(where, text)
 
@@ -147,7 +148,7 @@ class Teacher:
         Raises:
             PeerError: names the address and what came instead.
         """
-        tokens = sample.tokens.tolist()
+        tokens = sample.array("tokens").tolist()
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         answer = await self._server.ask_patiently("/v1/completions", body, self._options.reward_timeout)
         try:

@@ -8,13 +8,14 @@ is in the tokens, with loss mask 0 and log-prob 0; every token knows its policy 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
-from hpcrl.sample import COMPLETED, TRUNCATED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import COMPLETED, TRUNCATED
 
 #: why a turn ended: by itself, or as it had no room left
 STOP = "stop"
@@ -88,12 +89,11 @@ class Trajectory:
         """
         length = max((i + 1 for i, mask in enumerate(self.loss_mask) if mask), default=self.response_length)
         tokens = np.asarray(self.tokens[: len(self.prompt) + length], np.int32)
-        return replace(
-            asked,
+        return asked.replace(
             tokens=tokens,
             response_length=length,
             loss_mask=np.asarray(self.loss_mask[:length], np.uint8),
-            logprobs=np.asarray(self.logprobs[:length], np.float32),
+            rollout_log_probs=np.asarray(self.logprobs[:length], np.float32),
             versions=np.asarray(self.versions[:length], np.int32),
             status=TRUNCATED if self.finish == LENGTH else COMPLETED,
             response=tokenizer.decode(tokens[len(self.prompt) :]),

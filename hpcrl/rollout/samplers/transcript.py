@@ -26,11 +26,11 @@ MOST = 1 << 16  #: bytes of texts of a sample
 
 def turns_of(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
     """`turns` of a sample; {} where the policy has said all of the response."""
-    mask = sample.loss_mask
+    mask = sample.array("loss_mask")
     if mask.all() or not mask.any():
         return {}
     edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    response = sample.array("tokens")[sample.prompt_length :]
     parts = np.split(response, edges)
     masks = [int(part[0]) for part in np.split(mask, edges)]
     texts = [*map(tokenizer.decode_text, parts[:-1]), tokenizer.decode(parts[-1])]

@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcrl.config.custom_functions import load_object
 from hpcrl.rollout.filters.check_reward_nonzero_std import EQUAL
+from hpcrl.sample import Sample
 
 THREAD = "slime-coroutines"  #: runs what `run` is given
 
@@ -79,7 +80,7 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-def check_reward_nonzero_std(args: Any, samples: list[Any], **more: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: Any, samples: list[Sample], **more: Any) -> DynamicFilterOutput:
     """No group whose rewards are all the same, judged as hpcrl's filter of that name does."""
     rewards = np.asarray([sample.get_reward_value(args) for sample in samples], np.float64)
     if rewards.std() > EQUAL:

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hpcrl.rollout.samplers.conversation import TEXT
 from hpcrl.rollout.slime_names.graders import async_rm, batched_async_rm
 from hpcrl.rollout.slime_names.helpers import SingletonMeta, load_processor, load_tokenizer
 from hpcrl.rollout.slime_names.http import post
-from hpcrl.rollout.slime_names.types import SlimeSample, SlimeStatus
-
-#: what a text is made of tokens with, in slime
-TEXT = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, TRUNCATED
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -65,12 +64,12 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
-async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """What an engine says to the prompt, behind what there is of the response."""
     asked = list(sample.tokens) or GenerateState(args).tokenizer.encode(sample.prompt, add_special_tokens=False)
     room = sampling_params["max_new_tokens"] - sample.response_length
     if room < 1:
-        sample.status = SlimeStatus.TRUNCATED
+        sample.status = TRUNCATED
         return sample
     params = sampling_params | {"max_new_tokens": room}
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -88,19 +87,19 @@ async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, An
 
 
 async def generate_and_rm(
-    args: Any, sample: SlimeSample, sampling_params: dict[str, Any], evaluation: bool = False
-) -> SlimeSample:
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     """A response with its reward."""
     async with GenerateState(args).semaphore:
         made = await generate(args, sample, sampling_params)
-    if made.status is not SlimeStatus.ABORTED and made.reward is None and not args.group_rm:
+    if made.status is not ABORTED and made.reward is None and not args.group_rm:
         made.reward = await async_rm(args, made)
     return made
 
 
 async def generate_and_rm_group(
-    args: Any, group: list[SlimeSample], sampling_params: dict[str, Any], evaluation: bool = False
-) -> list[SlimeSample]:
+    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Sample]:
     """The responses of a group with their rewards."""
     made = await asyncio.gather(*(generate_and_rm(args, each, dict(sampling_params), evaluation) for each in group))
     if args.group_rm:

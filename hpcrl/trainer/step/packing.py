@@ -24,11 +24,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from hpcrl.errors import DataError
-from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
 from hpcrl.trainer.step.token_logprobs import TeacherRows
+from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.utils.device_copies import to_device
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def check_batch(batch: SampleBatch, vocab_size: int) -> None:
     if bare.any():
         row = batch.rows[int(bare.argmax())]
         raise DataError(
-            f"sample {row['index']} of group {row['group']} has no prompt: nothing predicts its first token"
+            f"sample {row['response_index']} of group {row['group_index']} has no prompt: nothing predicts its first "
+            "token"
         )
     if len(batch.tokens) and int(batch.tokens.max()) >= vocab_size:
         raise DataError(
@@ -153,7 +154,7 @@ def pack(
     routed[real] = of_batch
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
     places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
-    columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
+    columns = [tokens[places + 1], sample, source, batch.rollout_log_probs[source]]
     counts = batch.rows["trained"][rows].astype(np.int64)
     after = _further(tokens, bounds, positions, places, sample) if further else None
     if ranks.cp_size > 1:
@@ -169,7 +170,7 @@ def pack(
     if sequence_parallel and experts is not None:  # a router sees its TP rank's rows
         routed = np.split(routed, ranks.tp_size)[ranks.tp_rank]
     put = lambda array: to_device(array, ranks.device)  # noqa: E731
-    group = torch.from_numpy(batch.rows["group"][rows])
+    group = torch.from_numpy(batch.rows["group_index"][rows])
     of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, counts))
     reward = put(batch.rows["reward"][rows].astype(np.float32))
     choices = None if experts is None else GivenChoices(experts, routed)

@@ -21,7 +21,6 @@ from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
 from hpcrl.errors import DataError
-from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
 from hpcrl.trainer.custom_hooks import TrainerHooks
 from hpcrl.trainer.lora.switch import BaseAsReference
 from hpcrl.trainer.megatron.host_memory import HostWeights
@@ -30,8 +29,10 @@ from hpcrl.trainer.step import passes
 from hpcrl.trainer.step.packing import Packed, to_columns, to_rows
 from hpcrl.trainer.step.routing_replay import How
 from hpcrl.trainer.step.token_logprobs import TeacherRows
+from hpcrl.transport.sample_batch import responses_of
 from hpcrl.transport.share_format import Share
 from hpcrl.utils.device_copies import to_device
+from hpcrl.utils.sample_parts import PENDING, STATUSES, TRUNCATED
 
 #: what the old policy's pass does about experts, by whose choice is trained with
 OLD_PASS: dict[str, How] = {"own": "own", "old": "record", "engine": "replay"}
@@ -161,11 +162,11 @@ def _teacher_column(
     if teacher is not None:
         found = _under(policy, options, steps, teacher)
         return to_columns(list(chain.from_iterable(steps)), found, len(share.batch.loss_mask), policy.ranks)
-    if "teacher_logprobs" not in share.batch.extra:
+    if "teacher_log_probs" not in share.batch.extra:
         raise DataError(
             f"the samples of rollout {share.rollout_id} bring no log-probs of a teacher, --use-opd needs them"
         )
-    return to_device(np.array(share.batch.extra["teacher_logprobs"]), policy.ranks.device)
+    return to_device(np.array(share.batch.extra["teacher_log_probs"]), policy.ranks.device)
 
 
 def _teacher_rows(
@@ -189,7 +190,7 @@ def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor
     put = lambda array, kind=None: to_device(np.array(array, kind), policy.ranks.device)  # noqa: E731
     return RolloutBatch(
         reward=put(table["reward"], np.float64),
-        group=put(table["group"]),
+        group=put(table["group_index"]),
         length=put(table["response_length"], np.int64),
         truncated=put(table["status"] == STATUSES.index(TRUNCATED)),
         own=put(share.own, np.int64),

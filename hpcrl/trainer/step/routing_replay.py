@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.models.routing import Routing
-from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.model import Policy
+from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.utils.device_copies import to_device
 
-COLUMN = "routed_experts"  #: of `SampleBatch.extra`
+COLUMN = "rollout_routed_experts"  #: of `SampleBatch.extra`
 How = Literal["own", "record", "replay"]
 
 

@@ -64,8 +64,8 @@ def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -
     the others."""
     batch = share.batch
     mask = share.batch.loss_mask
-    differ = np.abs(trainer - batch.logprobs)
-    parts: list[np.ndarray | None] = [advantage, trainer, batch.logprobs, differ]
+    differ = np.abs(trainer - batch.rollout_log_probs)
+    parts: list[np.ndarray | None] = [advantage, trainer, batch.rollout_log_probs, differ]
     if not mask.all():
         parts = [None if part is None else part * mask for part in parts]
     found = np.zeros((len(share.table), 6))
@@ -84,7 +84,7 @@ def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -
 def _rows(share: Share, sums: np.ndarray, advantages: bool, sampled: bool) -> list[Trained]:
     rows = []
     for (group, index), (tokens, *values, most) in zip(
-        share.table[["group", "index"]].tolist(), sums.tolist(), strict=True
+        share.table[["group_index", "response_index"]].tolist(), sums.tolist(), strict=True
     ):
         advantage, trainer, engine, differ = (value / max(tokens, 1) for value in values)
         row = Trained(group, index, int(tokens), trainer, advantage if advantages else None)

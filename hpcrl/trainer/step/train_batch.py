@@ -32,7 +32,6 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import routing
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.role import say
-from hpcrl.sample import responses_of
 from hpcrl.trainer.custom_hooks import TrainerHooks
 from hpcrl.trainer.loop_schedule import steps_of
 from hpcrl.trainer.megatron import mtp
@@ -45,6 +44,7 @@ from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.routing_replay import Difference, given_experts
 from hpcrl.trainer.step.speed import card_of, reached
 from hpcrl.trainer.step.sums import Totals, sums_over_samples, total
+from hpcrl.transport.sample_batch import responses_of
 from hpcrl.transport.share_format import Share
 from hpcrl.utils.device_copies import to_device
 

@@ -99,7 +99,7 @@ def counted(every: list[Options]) -> list[tuple[float, float, float, dict[str, f
     for opts in every:
         policy = model.build(opts, ranks)
         hf_weights.load_hf(policy, opts.hf_checkpoint)
-        samples = [plain_sample(PROMPT, LENGTH - PROMPT, group=n, index=0) for n in range(4)]
+        samples = [plain_sample(PROMPT, LENGTH - PROMPT, group_index=n, response_index=0) for n in range(4)]
         share = share_of(samples)
         share.step_tokens = [4 * (LENGTH - PROMPT)]
         with FlopCounterMode(display=False, custom_mapping=attention()) as torchs:

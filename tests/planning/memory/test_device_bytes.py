@@ -85,7 +85,7 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
             if opts.megatron.get("use_distributed_optimizer", True):
                 load_nothing(policy)
         start = live.peaks["start"]
-        batch = share_of([plain_sample(8, TOKENS - 8, group=i, index=0) for i in range(4)]).batch
+        batch = share_of([plain_sample(8, TOKENS - 8, group_index=i, response_index=0) for i in range(4)]).batch
         packed = [packing.pack(batch, [row], policy.ranks, opts.sequence_parallel) for row in range(4)]
         step = train_batch.StepTotals("a step", 4, 4 * (TOKENS - 8), True)
         for _ in range(2):  # the first makes the optimizer's moments

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.sample import ABORTED
+from hpcrl.utils.sample_parts import ABORTED
 from tests.rollout.endpoint.test_tool_calls import WANTED, check
 from tests.support.asked_endpoint import FORMS, AskedEndpoint, asked, form_model, spoken
 

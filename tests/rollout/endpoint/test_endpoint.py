@@ -21,7 +21,7 @@ from hpcrl.rollout.endpoint.session import ResponseContext, Session
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import continuation
-from hpcrl.sample import ABORTED
+from hpcrl.utils.sample_parts import ABORTED
 from tests.support.two_ways import Policy, make_model, words
 
 SAMPLING = Sampling(1.0, 40, (), (1,))

@@ -10,7 +10,7 @@ import numpy as np
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.sampling import Sampling
-from hpcrl.sample import COMPLETED
+from hpcrl.utils.sample_parts import COMPLETED
 
 
 class Client:

@@ -32,10 +32,10 @@ from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import ResponseRequest, SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
-from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
 from hpcrl.transport.auth import make_keys
 from hpcrl.transport.token_frames import FrameReader, SampleAnswer, frame
 from hpcrl.utils.retry import Pauses
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))

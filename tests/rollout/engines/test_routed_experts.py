@@ -13,7 +13,8 @@ from hpcrl.errors import DataError, PeerError
 from hpcrl.models.routing import Routing
 from hpcrl.rollout.engines.completion import Completion, read_experts
 from hpcrl.rollout.prompts.prompt_files import Prompt
-from hpcrl.sample import COMPLETED, SampleBatch
+from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.utils.sample_parts import COMPLETED
 
 ROUTING = Routing(layers=(1, 3), of=4, experts=8, chosen=2)
 ENGINE: Any = SimpleNamespace(log="engine-0.log", __str__=lambda _: "engine 0")
@@ -59,8 +60,8 @@ def test_one_row_per_token() -> None:
     """A sample has a row for every token, and that of the last is unknown."""
     prompt = Prompt(line=0, raw="", tokens=np.arange(5, dtype=np.int32))
     sample = completion(5, 3).sample(0, 0, prompt, "")
-    assert sample.extra["routed_experts"].shape == (8, 2, 2)
-    assert not sample.extra["routed_experts"][-1].any()
+    assert sample.array("rollout_routed_experts").shape == (8, 2, 2)
+    assert not sample.array("rollout_routed_experts")[-1].any()
     (column,) = SampleBatch.from_samples([sample]).extra.values()
     assert np.array_equal(ROUTING.read(column)[:-1], completion(5, 3).experts)
 

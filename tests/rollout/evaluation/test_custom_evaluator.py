@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,8 @@ from hpcrl.rollout.evaluation.custom_evaluator import CustomEvaluator, Evaluated
 from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.sample import COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import COMPLETED
 from tests.support.options import GRPO
 from tests.support.tiny import make_tokenizer
 
@@ -56,7 +56,7 @@ class Grades:
         return None
 
     async def grade(self, sample: Sample, where: str, tally: None, by: Any) -> None:
-        sample.reward = float(sample.tokens[-1] % 2)
+        sample.reward = float(sample.array("tokens")[-1] % 2)
 
 
 async def usual(options: Any, rollout_id: int, data_source: Any, *, evaluation: bool) -> Any:
@@ -97,8 +97,8 @@ async def spoilt(options: Any, rollout_id: int, data_source: Any, *, evaluation:
         "list": lambda: found["a"],
         "few": lambda: found | {"a": found["a"][1:]},
         "twice": lambda: found | {"a": [*rest, one, one]},
-        "pending": lambda: found | {"a": [*rest, replace(one, status="pending")]},
-        "nan": lambda: found | {"a": [*rest, replace(one, reward=float("nan"))]},
+        "pending": lambda: found | {"a": [*rest, one.replace(status="pending")]},
+        "nan": lambda: found | {"a": [*rest, one.replace(reward=float("nan"))]},
         "strange": lambda: found | {"a": found["b"]},
         "unknown": lambda: found | {"c": found["b"]},
         "number": lambda: found | {"a": {"accuracy": "high"}},
@@ -142,7 +142,7 @@ def attempt(
 
 
 def told(samples: list[Sample]) -> list[Any]:
-    return [(s.group, s.index, s.tokens.tolist(), s.reward, s.response) for s in samples]
+    return [(s.group_index, s.response_index, s.array("tokens").tolist(), s.reward, s.response) for s in samples]
 
 
 def test_the_usual_way_gives_the_usual_samples(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -209,7 +209,7 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ("few", "2 to each of its 3 prompts are wanted"),
         ("twice", "returned response 0 of group 2 (a) twice"),
         ("pending", "returned sample 0 of group 2 (a) pending"),
-        ("nan", "with 2 tokens and reward nan"),
+        ("nan", "the reward to nan"),
         ("strange", "returned what is not"),
         ("unknown", "returned samples of c"),
         ("number", "returned {'accuracy': 'high'}"),

@@ -17,7 +17,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.report.page.panels import own_metrics
 from hpcrl.rollout.evaluation.evaluator import interval, majority, pass_at_k, pass_rates, results, sampling_of, wilson
-from hpcrl.sample import COMPLETED, TRUNCATED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import COMPLETED, TRUNCATED
 from tests.support.shares import plain_sample
 
 BASE: dict[str, Any] = {"eval_interval": 1, "rm_type": "math", "label_key": "label"}
@@ -178,7 +179,7 @@ def test_a_label_or_a_reward_that_is_missing(tmp_path: Path) -> None:
 
 
 def sample(group: int, reward: float, response: str = "", status: str = COMPLETED, length: int = 3) -> Sample:
-    return plain_sample(0, length, group=group, reward=reward, response=response, status=status)
+    return plain_sample(0, length, group_index=group, reward=reward, response=response, status=status)
 
 
 @settings(max_examples=100, deadline=None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import RunDir
-from hpcrl.sample import ABORTED, COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED, SampleStatus
 from tests.support.ledger_account import account
 from tests.support.shares import plain_sample
 
@@ -71,15 +71,15 @@ class FakeSampler:
         prompt = asked.group.prompt.tokens
         have = 0 if old is None else old.response_length
         response = [1000 * asked.group.number + 10 * asked.index + i for i in range(count)]
-        versions = [*([] if old is None else old.versions.tolist()), *[asked.version] * (count - have)]
+        versions = [*([] if old is None else old.array("versions").tolist()), *[asked.version] * (count - have)]
         return Sample(
-            asked.group.number,
-            asked.index,
-            np.asarray([*prompt.tolist(), *response], np.int32),
-            count,
-            np.ones(count, np.uint8),
-            np.full(count, -0.5, np.float32),
-            np.asarray(versions, np.int32),
+            group_index=asked.group.number,
+            response_index=asked.index,
+            tokens=np.asarray([*prompt.tolist(), *response], np.int32),
+            response_length=count,
+            loss_mask=np.ones(count, np.uint8),
+            rollout_log_probs=np.full(count, -0.5, np.float32),
+            versions=np.asarray(versions, np.int32),
             reward=float(asked.index if asked.group.number % 5 else 1),  # of every fifth group all alike
             status=status,
             response="x" * count,
@@ -173,9 +173,8 @@ def test_what_is_no_verdict_is_a_type_error(given: Any) -> None:
 def test_guides_filter_keeps_and_drops() -> None:
     """The filter printed in the guides keeps and drops."""
     judge = DynamicFilter(Options(dynamic_sampling_filter_path=f"{HERE}.reward_varies")).judge
-    none = np.zeros(0, np.int32)
     differ, same = (
-        [Sample(0, i, none, 0, none, none, none, reward=reward) for i, reward in enumerate(rewards)]
+        [Sample(response_index=i, reward=reward) for i, reward in enumerate(rewards)]
         for rewards in ([0.0, 1.0], [1.0, 1.0])
     )
     assert asyncio.run(judge(0, 0, differ)).keep is True
@@ -205,7 +204,7 @@ def test_plain_rollout_takes_the_next_groups(tmp_path: Path) -> None:
         for rollout_id in range(4):
             rollout, metrics, state = await attempt.step(rollout_id, rollout_id)
             assert list(rollout.groups) == other.next_groups(4) and metrics == {}
-            assert [(s.group, s.index) for s in rollout.samples()] == [
+            assert [(s.group_index, s.response_index) for s in rollout.samples()] == [
                 (g, i) for g in numbers(rollout) for i in range(3)
             ]
             assert {key: state[key] for key in other.state()} == other.state()
@@ -275,7 +274,9 @@ def test_deterministic_batch_order(tmp_path: Path) -> None:
             found.append([])
             for rollout_id in range(4):
                 rollout, metrics, state = await attempt.step(rollout_id, rollout_id)
-                found[-1].append((numbers(rollout), [s.tokens.tolist() for s in rollout.samples()], metrics, state))
+                found[-1].append(
+                    (numbers(rollout), [s.array("tokens").tolist() for s in rollout.samples()], metrics, state)
+                )
             assert not account(tmp_path / str(seed)).wrong
             assert not (tmp_path / str(seed) / "bank").exists(), "made again bit for bit, nothing need be kept"
         assert found[0] == found[1] == found[2] == found[3]
@@ -294,10 +295,13 @@ def test_what_is_left_over_goes_on_from_its_tokens(tmp_path: Path) -> None:
         assert attempt.store.ledger.buffer == {1, 4} and attempt.store.ledger.dropped == {}
         rollout, metrics, version = await until_trained(attempt, 4, 1, 5)
         assert metrics["rollout/groups_continued"] == 2
-        sample = next(s for s in rollout.samples() if (s.group, s.index) == (4, 2))
-        assert sample.versions.tolist()[:2] == [0, 0] and 5 <= sample.versions[2] == sample.versions[3] <= version
-        assert sample.tokens[-4:].tolist() == [4020, 4021, 4022, 4023]
-        assert sample.loss_mask.tolist() == [1, 1, 1, 1]
+        sample = next(s for s in rollout.samples() if (s.group_index, s.response_index) == (4, 2))
+        assert (
+            sample.array("versions").tolist()[:2] == [0, 0]
+            and 5 <= sample.array("versions")[2] == sample.array("versions")[3] <= version
+        )
+        assert sample.array("tokens")[-4:].tolist() == [4020, 4021, 4022, 4023]
+        assert sample.array("loss_mask").tolist() == [1, 1, 1, 1]
         begun = [asked for asked in attempt.sampler.asked if asked.partial]
         assert sorted({(a.group.number, a.index) for a in begun}) == [(g, i) for g in (1, 4) for i in range(3)]
         assert not account(tmp_path / "run").wrong
@@ -330,8 +334,8 @@ def test_older_policys_tokens_are_masked(tmp_path: Path) -> None:
         await attempt.step(0, 0)
         rollout, _, version = await until_trained(attempt, 1, 1, 1)
         for sample in rollout.samples():
-            assert sample.loss_mask.tolist() == [int(v == version) for v in sample.versions]
-            assert sample.group != 1 or sample.loss_mask.tolist()[:2] == [0, 0]
+            assert sample.array("loss_mask").tolist() == [int(v == version) for v in sample.array("versions")]
+            assert sample.group_index != 1 or sample.array("loss_mask").tolist()[:2] == [0, 0]
 
     asyncio.run(run())
 
@@ -346,7 +350,7 @@ def test_what_is_too_old_is_made_again(tmp_path: Path) -> None:
         )
         await attempt.step(0, 0)
         rollout, _, version = await until_trained(attempt, 1, 1, 3)
-        found = {v for s in rollout.samples() if s.group == 1 for v in s.versions.tolist()}
+        found = {v for s in rollout.samples() if s.group_index == 1 for v in s.array("versions").tolist()}
         assert len(found) == 1 and version - 2 <= found.pop() >= 3
 
     asyncio.run(run())
@@ -370,7 +374,7 @@ def test_ungraded_response_is_not_resampled(tmp_path: Path) -> None:
         await attempt.step(0, 0)
         assert 2 in attempt.store.ledger.buffer
         rollout, _, _ = await until_trained(attempt, 2, 1, 1)
-        assert {v for s in rollout.samples() if s.group == 2 for v in s.versions.tolist()} == {0}
+        assert {v for s in rollout.samples() if s.group_index == 2 for v in s.array("versions").tolist()} == {0}
 
     asyncio.run(run())
 
@@ -382,13 +386,13 @@ CALLS: list[int] = []
 
 def refuses_odd(options: Options, samples: Sequence[Sample]) -> Any:
     class Said:
-        keep, reason = samples[0].group % 2 == 0, "odd number!"
+        keep, reason = samples[0].group_index % 2 == 0, "odd number!"
 
     return Said()
 
 
 def fails_once(options: Options, samples: Sequence[Sample]) -> bool:
-    if samples[0].group == 1:
+    if samples[0].group_index == 1:
         raise ValueError("I do not like it")
     return True
 
@@ -403,7 +407,7 @@ def wants_too_much(options: Options, samples: Sequence[Sample], more: Any) -> bo
 
 def newest_first(options: Options, rollout_id: int, buffer: list[list[Sample]], count: int) -> list[list[Sample]]:
     CALLS.append(rollout_id)
-    buffer.sort(key=lambda samples: -samples[0].group)
+    buffer.sort(key=lambda samples: -samples[0].group_index)
     found = [buffer.pop(0) for _ in range(min(1, len(buffer)))]
     if buffer:
         buffer.pop()  # the oldest is given up
@@ -475,7 +479,7 @@ def test_continued_groups_know_where_they_began(tmp_path: Path) -> None:
         begun = attempt.store.groups[1].all_samples()
         assert begun and all(sample.metadata["start_rollout_id"] == 0 for sample in begun)
         rollout, *_ = await until_trained(attempt, 1, 1, 1)
-        starts = {sample.group: sample.metadata.get("start_rollout_id") for sample in rollout.samples()}
+        starts = {sample.group_index: sample.metadata.get("start_rollout_id") for sample in rollout.samples()}
         assert starts[1] == 0 and None in starts.values()
 
     asyncio.run(run())
@@ -551,10 +555,10 @@ def test_going_back_keeps_usable_groups(tmp_path: Path) -> None:
         again, _, _ = await second.step(1, 1, saved=1)
         assert not set(numbers(again)) & set(numbers(rollout)), "none trained twice"
         begun = [a for a in second.sampler.asked if a.group.number == 1]
-        assert [a.partial[0].versions.tolist() for a in begun] == [[0, 0, 1]] * 3, (
+        assert [a.partial[0].array("versions").tolist() for a in begun] == [[0, 0, 1]] * 3, (
             "what version 2 added is of another history"
         )
-        assert all(v <= 1 for s in again.samples() for v in s.versions.tolist())
+        assert all(v <= 1 for s in again.samples() for v in s.array("versions").tolist())
         found = account(path)
         assert not found.wrong and found.again >= 8 and found.trained == 8
 
@@ -578,7 +582,7 @@ def test_a_lost_or_damaged_file_costs_its_group_only(tmp_path: Path, capfd: pyte
         versions: dict[int, list[int]] = {}
         for rollout_id in (1, 2, 3):
             rollout, _, _ = await second.step(rollout_id, rollout_id)
-            versions |= {s.group: s.versions.tolist() for s in rollout.samples()}
+            versions |= {s.group_index: s.array("versions").tolist() for s in rollout.samples()}
         assert 0 not in versions[1] and 0 not in versions[2] and versions[3][:2] == [0, 0]
         assert not account(path).wrong
 
@@ -605,13 +609,13 @@ def group(number: int = 3) -> Group:
     return Group(number, Prompt(0, 0, np.asarray([5, 6], np.int32)))
 
 
-def sample(index: int, versions: list[int], status: str = COMPLETED, **fields: Any) -> Sample:
-    own = {"group": 3, "index": index, "versions": np.asarray(versions, np.int32), "status": status}
+def sample(index: int, versions: list[int], status: SampleStatus = COMPLETED, **fields: Any) -> Sample:
+    own = {"group_index": 3, "response_index": index, "versions": np.asarray(versions, np.int32), "status": status}
     return plain_sample(2, len(versions), **own, **fields)
 
 
 def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
-    extra = {"teacher_logprobs": np.asarray([0.5, 1.5], np.float32)}
+    extra = {"teacher_log_probs": np.asarray([0.5, 1.5], np.float32)}
     fields = {
         "reward": 0.5,
         "rewards": {"a": 1.0},
@@ -619,18 +623,17 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         "prompt": [{"role": "user"}],
         "label": 3,
     }
-    finished = {1: [sample(1, [4, 4], extra=extra, response="ab", **fields), sample(1, [4])]}
+    finished = {1: [sample(1, [4, 4], **extra, response="ab", **fields), sample(1, [4])]}
     held = GroupProgress(group(), finished, {0: (sample(0, [3, 4], ABORTED),)}, 0.25)
     found = bank.decode(bank.encode(held), group())
     assert msgspec.msgpack.encode(found.baseline) == msgspec.msgpack.encode(0.25)
     for old, new in zip(held.all_samples(), found.all_samples(), strict=True):
-        for name in ("tokens", "loss_mask", "logprobs", "versions"):
-            a, b = getattr(old, name), getattr(new, name)
+        assert old.columns().keys() == new.columns().keys()
+        for a, b in zip(old.columns().values(), new.columns().values(), strict=True):
             assert a.dtype == b.dtype and a.tobytes() == b.tobytes() and b.flags.writeable
-        assert {n: a.tobytes() for n, a in old.extra.items()} == {n: a.tobytes() for n, a in new.extra.items()}
         rest = (
-            "group",
-            "index",
+            "group_index",
+            "response_index",
             "status",
             "reward",
             "rewards",
@@ -663,7 +666,7 @@ def test_concurrent_groups_share_a_file(tmp_path: Path) -> None:
     """Groups that arrive during a write share a file, which is removed with the last of them."""
 
     def held(number: int, reward: float = 0.0) -> GroupProgress:
-        return GroupProgress(group(number), {0: [replace(sample(0, [1]), group=number, reward=reward)]})
+        return GroupProgress(group(number), {0: [sample(0, [1]).replace(group_index=number, reward=reward)]})
 
     def files() -> list[str]:
         return sorted(path.name for path in tmp_path.iterdir())
@@ -729,7 +732,12 @@ def test_what_a_policy_may_learn_from(
     assert lost == (kept != "finished") and bool(found.finished) == (kept == "finished")
     if isinstance(kept, int):
         (part,) = found.partial[0]
-        assert (part.response_length, part.status, part.reward, len(part.tokens)) == (kept, ABORTED, 0.0, 2 + kept)
+        assert (part.response_length, part.status, part.reward, len(part.array("tokens"))) == (
+            kept,
+            ABORTED,
+            None,
+            2 + kept,
+        )
     else:
         assert not found.partial
 
@@ -737,13 +745,13 @@ def test_what_a_policy_may_learn_from(
 def test_columns_follow_the_response() -> None:
     """Columns of a response are cut and continued with it."""
     experts = np.arange(5 * 2 * 1, dtype=np.uint8).reshape(5, 2, 1)
-    extra = {"routed_experts": experts, "teacher_logprobs": np.arange(3, dtype=np.float32)}
-    found, _ = fit(GroupProgress(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
+    extra = {"rollout_routed_experts": experts, "teacher_log_probs": np.arange(3, dtype=np.float32)}
+    found, _ = fit(GroupProgress(group(), {0: [sample(0, [4, 5, 6], **extra)]}), 5, None, parts=True)
     (part,) = found.partial[0]
-    assert {name: len(column) for name, column in part.extra.items()} == {"routed_experts": 4, "teacher_logprobs": 2}
+    assert [len(part.array(name)) for name in extra] == [4, 2]
     begun = completion_of(part)
     assert begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
-    assert begun.tokens.tolist() == part.tokens[2:].tolist() and begun.status == ABORTED
+    assert begun.tokens.tolist() == part.array("tokens")[2:].tolist() and begun.status == ABORTED
 
 
 @pytest.mark.parametrize(
@@ -752,6 +760,6 @@ def test_columns_follow_the_response() -> None:
 )
 def test_any_difference_of_rewards_is_kept(rewards: list[float], kept: bool) -> None:
     """A group is kept whose rewards differ, however little, but for rounding."""
-    group = [plain_sample(index=i, reward=reward) for i, reward in enumerate(rewards)]
+    group = [plain_sample(response_index=i, reward=reward) for i, reward in enumerate(rewards)]
     found = check_reward_nonzero_std.keep(Options(), group)
     assert found.keep == kept and (kept or found.reason == "zero_std_0.3")

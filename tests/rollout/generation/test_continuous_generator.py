@@ -90,7 +90,7 @@ def test_a_slow_group_is_overtaken_but_not_for_ever(tmp_path: Path) -> None:
         await attempt.stream.close()
         (at,) = [place for place, one in enumerate(made) if 1 in numbers(one.rollout)]
         assert 1 <= at <= 2, "two versions old at most"
-        assert all((s.versions == 0).all() for s in made[at].rollout.samples() if s.group == 1)
+        assert all((s.array("versions") == 0).all() for s in made[at].rollout.samples() if s.group_index == 1)
 
     asyncio.run(run())
 
@@ -145,7 +145,7 @@ def test_early_end_loses_no_group(tmp_path: Path, stopped: bool, seed: int) -> N
         found = account(path)
         assert not found.wrong and found.trained == 32
         asked = {(a.group.number, a.index) for a in second.sampler.asked}
-        held = {(s.group, s.index) for s in early[3].rollout.samples()}
+        held = {(s.group_index, s.response_index) for s in early[3].rollout.samples()}
         assert not asked & held, "what was finished is on disk, and no policy after the checkpoint made it"
 
     asyncio.run(run())
@@ -190,8 +190,8 @@ def test_what_was_begun_goes_on_from_its_tokens(tmp_path: Path) -> None:
         await second.stream.close()
         begun = [asked for asked in second.sampler.asked if asked.group.number == 2]
         assert len(begun) == 3 and all(asked.partial[0].response_length == 2 for asked in begun)
-        (sample, *_) = [s for one in made for s in one.rollout.samples() if s.group == 2]
-        assert sample.versions.tolist() == [0, 0, 2, 2]
+        (sample, *_) = [s for one in made for s in one.rollout.samples() if s.group_index == 2]
+        assert sample.array("versions").tolist() == [0, 0, 2, 2]
 
     asyncio.run(run())
 
@@ -212,7 +212,9 @@ def test_late_groups_are_made_again(tmp_path: Path) -> None:
         assert sum(one.metrics["rollout/groups_remade"] for one in made) == 0, (
             "the store has cut what is too old before"
         )
-        assert all(s.versions.min() >= 2 for one in made for s in one.rollout.samples() if 8 <= s.group < 12)
+        assert all(
+            s.array("versions").min() >= 2 for one in made for s in one.rollout.samples() if 8 <= s.group_index < 12
+        )
         assert not account(path).wrong
 
     asyncio.run(run())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,10 +42,10 @@ async def spoilt(options: Any, rollout_id: int, data_source: Any, **more: Any) -
         "few": lambda: groups[1:],
         "nothing": lambda: None,
         "twice": lambda: [groups[0], *groups[:-1]],
-        "pending": lambda: [[replace(groups[0][0], status="pending"), *groups[0][1:]], *groups[1:]],
-        "nan": lambda: [[replace(groups[0][0], reward=float("nan")), *groups[0][1:]], *groups[1:]],
+        "pending": lambda: [[groups[0][0].replace(status="pending"), *groups[0][1:]], *groups[1:]],
+        "nan": lambda: [[groups[0][0].replace(reward=float("nan")), *groups[0][1:]], *groups[1:]],
         "missing": lambda: [groups[0][1:], *groups[1:]],
-        "strange": lambda: [[replace(sample, group=99) for sample in groups[0]], *groups[1:]],
+        "strange": lambda: [[sample.replace(group_index=99) for sample in groups[0]], *groups[1:]],
         "metrics": lambda: SimpleNamespace(samples=groups, metrics={"a": "text"}),
         "raises": lambda: groups[0][0].nothing,
     }
@@ -66,7 +65,9 @@ def test_it_chooses_among_what_it_was_given(tmp_path: Path) -> None:
         one = attempt(tmp_path / "run", "every_second")
         rollout, metrics, state = await one.step(0, 0)
         assert numbers(rollout) == [1, 3, 5, 7] and metrics == {"rollout/mine": 0.0, "rollout/other": 1.5}
-        assert [(s.group, s.index) for s in rollout.samples()] == [(g, i) for g in (1, 3, 5, 7) for i in range(3)]
+        assert [(s.group_index, s.response_index) for s in rollout.samples()] == [
+            (g, i) for g in (1, 3, 5, 7) for i in range(3)
+        ]
         rollout, metrics, _ = await one.step(1, 1)
         assert numbers(rollout) == [9, 11, 13, 15]
         found = account(tmp_path / "run")
@@ -88,7 +89,7 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
             other, _, own_state = await own.step(rollout_id, rollout_id)
             assert numbers(one) == numbers(other) and state == own_state
             for a, b in zip(one.samples(), other.samples(), strict=True):
-                assert a.tokens.tolist() == b.tokens.tolist() and a.reward == b.reward
+                assert a.array("tokens").tolist() == b.array("tokens").tolist() and a.reward == b.reward
 
     asyncio.run(run())
 
@@ -99,8 +100,8 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
         ("few", "returned list of 3, a list of 4 groups is wanted"),
         ("nothing", "returned NoneType, a list"),
         ("twice", "returned a group twice"),
-        ("pending", "returned sample 0 of group 0 pending, with reward 1: it must be finished"),
-        ("nan", "reward nan: it must"),
+        ("pending", "sample 0 of group 0 pending, graded: it must"),
+        ("nan", "the reward to nan"),
         ("missing", "returned of group 0 the responses 1, 2, not all 3"),
         ("strange", "those it was given"),
         ("metrics", "returned metrics {'a': 'text'}, names with finite numbers"),

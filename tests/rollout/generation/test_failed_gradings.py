@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ class HalfGraded(FakeSampler):
     async def make(self, asked: ResponseRequest) -> list[Sample]:
         found = await super().make(asked)
         failed = self.fails(asked.group.number, asked.index)
-        return [replace(one, reward=0.0, grading="timeout") if failed else one for one in found]
+        return [one.replace(reward=0.0, grading="timeout") if failed else one for one in found]
 
 
 @pytest.mark.parametrize("values", [{}, {"deterministic_mode": True}, FILTER, OVER, PARTIAL], ids=str)

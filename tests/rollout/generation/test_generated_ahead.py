@@ -13,6 +13,7 @@ import pytest
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout, ages, check_staleness
 from hpcrl.rollout.generation.generated_ahead import FOLDER, GeneratedAhead
+from hpcrl.sample import Sample
 from tests.rollout.generation.test_batch_generator import Attempt, FakeSampler
 from tests.support.ledger_account import account
 
@@ -43,7 +44,17 @@ class Ahead(Attempt):
 
 
 def said(rollout: Rollout) -> list[Any]:
-    return [(s.group, s.index, s.tokens.tolist(), s.versions.tolist(), s.reward, s.metadata) for s in rollout.samples()]
+    return [
+        (
+            s.group_index,
+            s.response_index,
+            s.array("tokens").tolist(),
+            s.array("versions").tolist(),
+            s.reward,
+            s.metadata,
+        )
+        for s in rollout.samples()
+    ]
 
 
 @pytest.mark.parametrize("filtered", [False, True])
@@ -130,11 +141,10 @@ def test_what_cannot_be_kept_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_ages_of_tokens() -> None:
-    class Aged:
-        def __init__(self, *versions: int) -> None:
-            self.versions = np.asarray(versions, np.int32)
+    def aged(*versions: int) -> Sample:
+        return Sample(versions=np.asarray(versions, np.int32))
 
-    found = ages([Aged(3, 3), Aged(1, 2)], 3)  # type: ignore[list-item]
+    found = ages([aged(3, 3), aged(1, 2)], 3)
     shares = {"staleness/share/0": 0.5, "staleness/share/1": 0.25, "staleness/share/2": 0.25}
     assert found == shares | {"staleness/tokens/0": 2, "staleness/tokens/1": 1, "staleness/tokens/2": 1}
-    assert ages([Aged(0)], 20)["staleness/share/8+"] == 1  # type: ignore[list-item]
+    assert ages([aged(0)], 20)["staleness/share/8+"] == 1

@@ -57,7 +57,7 @@ def test_pause_lengthens_a_response() -> None:
         await asyncio.sleep(seconds / 2)
         await engines.update(5, 10.0)
         (sample,) = await task
-        return asyncio.get_running_loop().time(), sample.versions.tolist()
+        return asyncio.get_running_loop().time(), sample.array("versions").tolist()
 
     took, versions = simulate(run())
     assert took == pytest.approx(seconds + 10)

@@ -32,8 +32,14 @@ pytestmark = pytest.mark.process  # rewards run in processes of their own
 HERE = "tests.support.own_rewards"
 
 
-def sample(response: str, label: Any = None, group: int = 7, index: int = 3, **metadata: Any) -> Sample:
-    own = {"group": group, "index": index, "response": response, "label": label, "metadata": metadata}
+def sample(response: str, label: Any = None, group_index: int = 7, response_index: int = 3, **metadata: Any) -> Sample:
+    own = {
+        "group_index": group_index,
+        "response_index": response_index,
+        "response": response,
+        "label": label,
+        "metadata": metadata,
+    }
     return plain_sample(prompt="1+1=", **own)
 
 
@@ -80,7 +86,7 @@ def graded(*samples: Sample, each: int = 1, **values: Any) -> list[Sample]:
 def test_many_answers_by_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "worker_count", lambda: 2)
     samples = [
-        sample(rf"so \boxed{{{number}/2}}", number / 2 if number % 3 else "wrong", index=number)
+        sample(rf"so \boxed{{{number}/2}}", number / 2 if number % 3 else "wrong", response_index=number)
         for number in range(200)
     ]
     found = graded(*samples, rm_type="math")
@@ -195,7 +201,11 @@ def test_the_rewards_of_the_document_work_as_written(tmp_path: Path, monkeypatch
         (one,) = graded(sample("x"), custom_rm_path="my_rewards.judged", rm_url=server.url)
         assert one.reward == 0.5
     found = graded(
-        sample("xx", index=0), sample("x", index=1), each=2, custom_rm_path="my_rewards.ranked", group_rm=True
+        sample("xx", response_index=0),
+        sample("x", response_index=1),
+        each=2,
+        custom_rm_path="my_rewards.ranked",
+        group_rm=True,
     )
     assert [s.reward for s in found] == [0.5, 0.0]
 
@@ -214,26 +224,28 @@ def test_a_plain_reward_may_call_asyncio_run() -> None:
             4,
             2,
         ]
-    pair = (sample("1234", index=0), sample("12", index=1))
+    pair = (sample("1234", response_index=0), sample("12", response_index=1))
     found = graded(*pair, each=2, custom_rm_path=f"{HERE}.groups_judged_by_run", group_rm=True)
     assert [s.reward for s in found] == [4, 2]
 
 
 def test_async_rewards_run_side_by_side() -> None:
     begun = time.monotonic()
-    found = graded(*(sample("x", index=i) for i in range(60)), custom_rm_path=f"{HERE}.waits_half_a_second")
+    found = graded(*(sample("x", response_index=i) for i in range(60)), custom_rm_path=f"{HERE}.waits_half_a_second")
     assert [s.reward for s in found] == [1.0] * 60 and time.monotonic() - begun < 15
 
 
 def test_a_server_is_asked_many_things_at_once() -> None:
     with Server([(200, b"0.5")], delay=0.3) as server:
-        found = graded(*(sample("x", index=i) for i in range(40)), rm_type="remote_rm", rm_url=server.url)
+        found = graded(*(sample("x", response_index=i) for i in range(40)), rm_type="remote_rm", rm_url=server.url)
         assert [s.reward for s in found] == [0.5] * 40 and server.busiest > 8
 
 
 def test_a_group_is_graded_in_one_call() -> None:
     samples = [
-        sample("x" * length, group=group, index=index) for group in (1, 2) for index, length in enumerate((3, 1, 2))
+        sample("x" * length, group_index=group, response_index=index)
+        for group in (1, 2)
+        for index, length in enumerate((3, 1, 2))
     ]
     found = graded(*reversed(samples), each=3, custom_rm_path=f"{HERE}.ranks", group_rm=True)
     assert [s.reward for s in reversed(found)] == [2.0, 0.0, 1.0] * 2
@@ -250,7 +262,10 @@ def test_an_object_needs_a_key() -> None:
         return samples
 
     train, held = run(body, **options)
-    assert (train.reward, held.reward) == (0.5, 3.0) and train.rewards == {"score": 0.5, "length": 3.0}
+    assert (train.score, held.score, held.reward["length"]) == (0.5, 3.0, 3.0) and train.rewards == {
+        "score": 0.5,
+        "length": 3.0,
+    }
     (without,) = graded(sample("abc"), custom_rm_path=f"{HERE}.as_object")
     assert without.grading == "error" and "score, length, why: give --reward-key" in without.grading_error
 
@@ -274,7 +289,7 @@ def test_a_grading_that_fails_costs_its_sample(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(service, "MEMORY", 300 << 20)
-    bad, good = graded(sample("bad"), sample("good", index=4), custom_rm_path=f"{HERE}.{name}")
+    bad, good = graded(sample("bad"), sample("good", response_index=4), custom_rm_path=f"{HERE}.{name}")
     assert (bad.reward, bad.grading) == (0.0, "error") and words in bad.grading_error, bad.grading_error
     assert (good.reward, good.grading) == (1.0, "")
     assert grading_metrics([bad, good])["reward_errors"] == 1.0
@@ -305,7 +320,10 @@ def test_what_a_reward_prints_goes_to_the_log(capfd: pytest.CaptureFixture[str])
 def test_a_grading_that_never_returns_is_a_time_out(name: str, values: dict[str, Any], words: str) -> None:
     begun = time.monotonic()
     found = graded(
-        sample("bad"), *(sample("good", index=i) for i in range(4, 8)), custom_rm_path=f"{HERE}.{name}", **values
+        sample("bad"),
+        *(sample("good", response_index=i) for i in range(4, 8)),
+        custom_rm_path=f"{HERE}.{name}",
+        **values,
     )
     assert (found[0].reward, found[0].grading) == (0.0, "timeout") and words in found[0].grading_error
     assert [(s.reward, s.grading) for s in found[1:]] == [(1.0, "")] * 4, "those that shared its process lose nothing"
@@ -382,7 +400,7 @@ def test_cancelled_grading() -> None:
         slow = asyncio.create_task(grade(grading, sample("slow")))
         await asyncio.sleep(0.3)
         slow.cancel()
-        return await grade(grading, *(sample(str(n) * n, index=n) for n in range(1, 5)))
+        return await grade(grading, *(sample(str(n) * n, response_index=n) for n in range(1, 5)))
 
     assert [s.reward for s in run(body, custom_rm_path=f"{HERE}.slow_length")] == [1.0, 2.0, 3.0, 4.0]
 

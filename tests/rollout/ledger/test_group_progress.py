@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hpcrl.rollout.ledger.group_progress import GroupProgress, fit, mask_older
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import ABORTED, COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 from tests.support.shares import plain_sample
 
 GROUP = Group(7, Prompt(1, "p", np.zeros(2, np.int32)))
@@ -38,8 +39,8 @@ def test_a_group_is_complete_with_all_that_is_wanted() -> None:
 
 def test_samples_are_in_order_of_index() -> None:
     group = progress({2: [of(3), of(4)], 0: [of(5)]}, partial={1: (of(2, 9, status=ABORTED),)})
-    assert [int(sample.versions[0]) for sample in group.samples()] == [5, 3, 4]
-    assert [int(sample.versions[0]) for sample in group.all_samples()] == [5, 2, 3, 4]
+    assert [int(sample.array("versions")[0]) for sample in group.samples()] == [5, 3, 4]
+    assert [int(sample.array("versions")[0]) for sample in group.all_samples()] == [5, 2, 3, 4]
     assert group.versions() == (2, 9)
     assert progress({0: [of()]}).versions() is None
 
@@ -70,9 +71,14 @@ def test_what_later_policies_added_is_cut_off(versions: list[int], trainer: int,
             assert lost == 0 and (found.finished == group.finished and found.partial == group.partial)
         elif kept and young:
             (part,) = found.partial[0]
-            assert lost == 1 and part.versions.tolist() == kept and part.status == ABORTED
-            assert part.response_length == len(kept) == len(part.loss_mask) == len(part.logprobs)
-            assert len(part.tokens) == 2 + len(kept) and part.reward == 0.0 and part.response == ""
+            assert lost == 1 and part.array("versions").tolist() == kept and part.status == ABORTED
+            assert (
+                part.response_length
+                == len(kept)
+                == len(part.array("loss_mask"))
+                == len(part.array("rollout_log_probs"))
+            )
+            assert len(part.array("tokens")) == 2 + len(kept) and part.reward is None and part.response == ""
         else:
             assert lost == 1 and not found.partial and not found.finished
 
@@ -84,7 +90,7 @@ def test_only_a_plain_response_is_cut() -> None:
         found, lost = fit(progress({0: samples}), 1, None, parts=True)
         assert lost == 1 and found.empty
     (part,) = fit(progress({0: [of(1, 1, 9)]}), 1, None, parts=True)[0].partial[0]
-    assert part.versions.tolist() == [1, 1]
+    assert part.array("versions").tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("version", [3, 4, 5, 6])
@@ -93,7 +99,9 @@ def test_older_tokens_are_masked(version: int) -> None:
     mask = np.array([1, 1, 0, 1], np.uint8)
     before = [of(3, 4, 5, 5, loss_mask=mask), of(5, 5)]
     after = mask_older(before, version)
-    assert after[0].loss_mask.tolist() == [int(m and v >= version) for m, v in zip(mask, (3, 4, 5, 5), strict=True)]
-    assert after[1].loss_mask.tolist() == [int(version <= 5)] * 2
-    assert before[0].loss_mask.tolist() == mask.tolist() and after[0].loss_mask.dtype == np.uint8
+    assert after[0].array("loss_mask").tolist() == [
+        int(m and v >= version) for m, v in zip(mask, (3, 4, 5, 5), strict=True)
+    ]
+    assert after[1].array("loss_mask").tolist() == [int(version <= 5)] * 2
+    assert before[0].array("loss_mask").tolist() == mask.tolist() and after[0].array("loss_mask").dtype == np.uint8
     assert (after[1] is before[1]) == (version <= 5) and after[0].status == COMPLETED

@@ -78,7 +78,9 @@ def test_the_sample_carries_the_mask(tmp_path: Path) -> None:
 
     _, prompt = learn(tmp_path, PLAIN, TALK)
     (sample,) = asyncio.run(LabelSampler().make(ResponseRequest(Group(0, prompt), 0, 0, 0)))
-    assert (sample.loss_mask == prompt.mask).all() and 0 < sample.loss_mask.sum() < len(sample.loss_mask)
+    assert (sample.array("loss_mask") == prompt.mask).all() and 0 < sample.array("loss_mask").sum() < len(
+        sample.array("loss_mask")
+    )
     assert sample.response_length == len(prompt.target)
 
 

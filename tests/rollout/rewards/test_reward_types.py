@@ -18,6 +18,7 @@ from hpcrl.config.plugin_names import declared, plugin_names, read_words
 from hpcrl.errors import UsageError
 from hpcrl.rollout.grading.grader import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
+from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.sample import Sample
 from hpcrl.utils.plugins import PluginFolder
 from tests.support.http_server import Server
@@ -33,9 +34,9 @@ def worth(
 ) -> Any:
     """The reward, or the text of the failure."""
     options = options or Options()
-    outcome = asyncio.run(grade([load_reward(name, options)], options, [sample(response, label, **metadata)], key, 20))[
-        0
-    ]
+    outcome = asyncio.run(
+        grade([load_reward(name, options)], Arguments(options), [sample(response, label, **metadata)], key, 20)
+    )[0]
     return outcome.text if outcome.failure else outcome.values[name]
 
 

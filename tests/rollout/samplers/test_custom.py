@@ -4,7 +4,6 @@ wrong."""
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +23,8 @@ from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
-from hpcrl.sample import ABORTED, COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 from tests.support.able import needs
 from tests.support.two_ways import Policy, make_model, words
 
@@ -82,10 +82,12 @@ def asked(
 def check(sample: Sample) -> None:
     """What the trainer relies on."""
     n = sample.response_length
-    assert (len(sample.loss_mask), len(sample.logprobs), len(sample.versions)) == (n, n, n) and 0 < n < len(
-        sample.tokens
-    )
-    assert not sample.logprobs[sample.loss_mask == 0].any()
+    assert (len(sample.array("loss_mask")), len(sample.array("rollout_log_probs")), len(sample.array("versions"))) == (
+        n,
+        n,
+        n,
+    ) and 0 < n < len(sample.array("tokens"))
+    assert not sample.array("rollout_log_probs")[sample.array("loss_mask") == 0].any()
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def found(model: Path) -> dict[str, Any]:
             found["whole"] = await made.make(again)
             found["policy-whole"], found["begun-whole"] = policy.asked, policy.begun
             policy.asked = []
-            done = replace(again, partial=(replace(found["whole"][0], reward=math.nan),))
+            done = replace(again, partial=(found["whole"][0].replace(reward=None),))
             found["graded"] = await made.make(done)
             assert not policy.asked, "it is finished, and waits for its reward alone"
         return found
@@ -140,14 +142,14 @@ def test_turns_keep_their_tokens(model: Path, found: dict[str, Any]) -> None:
     said = ["a", "b", "<|end|>"]
     told = ["<|user|>", "<", "ab", ">", "<|end|>", "<|assistant|>"]
     assert words(tokenizer, sample.tokens[-sample.response_length :]) == [*said, *told, *said]
-    assert sample.loss_mask.tolist() == [1] * 3 + [0] * 6 + [1] * 3
-    assert sample.versions.tolist() == [8] * 9 + [7] * 3, (
-        "each token knows its version; what a tool says has that before it"
+    assert sample.loss_mask == [1] * 3 + [0] * 6 + [1] * 3
+    assert sample.versions == [8] * 9 + [7] * 3, "each token knows its version; what a tool says has that before it"
+    assert np.allclose(
+        [p for p, m in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if m], [-0.125, -0.25, -0.375] * 2
     )
-    assert np.allclose(sample.logprobs[sample.loss_mask == 1], [-0.125, -0.25, -0.375] * 2)
-    assert requests[1][0] == sample.tokens[:-3].tolist(), "the second turn saw the very tokens of the first"
-    again = tokenizer.encode([tokenizer._hf.decode(sample.tokens.tolist())])[0]
-    assert again.tolist() != sample.tokens.tolist() and "ab" in words(tokenizer, again[:9])
+    assert requests[1][0] == sample.tokens[:-3], "the second turn saw the very tokens of the first"
+    again = tokenizer.encode([tokenizer._hf.decode(sample.tokens)])[0]
+    assert again.tolist() != sample.tokens and "ab" in words(tokenizer, again[:9])
     assert (sample.reward, sample.status, sample.metadata) == (1.0, COMPLETED, {"evaluation": False})
     assert sample.transcript == {"turns": [[1, 9], [0, 32], [1, 2]]} and len(sample.response) == 43
     assert len({seed for _, _, seed in requests}) == 2
@@ -171,7 +173,7 @@ def test_template_that_rewrites_turns(tmp_path: Path) -> None:
     [sample] = asyncio.run(run())
     said = ["c", ">", "a", "<|end|>"]
     told = ["\n", "<|user|>", "<", "c", ">", "a", ">", "<|end|>", "\n", "<|assistant|>"]
-    assert words(Tokenizer(model), sample.tokens[-sample.response_length :]) == [*said, *told, *said]
+    assert words(Tokenizer(model), sample.array("tokens")[-sample.response_length :]) == [*said, *told, *said]
 
 
 def test_several_samples_and_evaluations(
@@ -196,7 +198,7 @@ def test_named_parts_stay_where_the_runs_reward_grades(model: Path) -> None:
             return await made.make(asked(model))
 
     first, last = asyncio.run(run())
-    assert (first.reward, last.reward, last.grading) == (0.5, 0.5, "")
+    assert (first.score, last.score, last.grading) == (0.5, 0.5, "")
     assert (first.rewards["turns"], last.rewards["turns"]) == (2.0, 3.0)
     assert first.rewards["score"] == last.rewards["score"] == 0.5 and first.rewards["length"] == len(last.response)
 
@@ -215,8 +217,8 @@ def test_plain_agent_makes_exact_samples(model: Path, found: dict[str, Any]) -> 
     said = ["a", "b", "<|end|>"]
     told = ["<|user|>", "m", "o", "r", "e", "<|end|>", "<|assistant|>"]
     assert words(tokenizer, sample.tokens[-sample.response_length :]) == [*said, *told, *said]
-    assert sample.loss_mask.tolist() == [1] * 3 + [0] * 7 + [1] * 3
-    assert sample.tokens[: -sample.response_length].tolist() == asked(model).group.prompt.tokens.tolist()
+    assert sample.loss_mask == [1] * 3 + [0] * 7 + [1] * 3
+    assert sample.tokens[: -sample.response_length] == asked(model).group.prompt.tokens.tolist()
     assert {sampling.temperature for _, sampling, _ in found["policy-agent"]} == {1.0}, (
         "sampled as the run samples, whatever was asked"
     )
@@ -228,7 +230,7 @@ TROUBLES = {
     "hang": "took more than 1 s besides its engines, a limit that --timeout-factor scales",
     "none": "returned None, but asked nothing at the endpoint",
     "number": "returned a int, not a sample",
-    "short": "set 2 logprobs for a response of 3 tokens",
+    "short": "set 2 rollout_log_probs for a response of 3 tokens",
     "temperature": "sampling_params changes temperature to 0.1",
     "long": "set 3 loss_mask for a response of 4 tokens",
     "nan": "set the reward to nan",
@@ -250,11 +252,11 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
         assert TROUBLES[kind] in bad.grading_error and bad.grading == (
             "timeout" if kind in ("hang", "block") else "error"
         )
-        assert bad.reward == 0 and bad.loss_mask.tolist() == [0] and bad.response_length == 1
+        assert bad.reward == 0 and bad.array("loss_mask").tolist() == [0] and bad.response_length == 1
         for (sample,) in good:
             check(sample)
             assert sample.reward == 1 and not sample.grading
-            assert sample.remove_sample == (sample.index == 1), "what the function says of its sample is kept"
+            assert sample.remove_sample == (sample.response_index == 1), "what the function says of its sample is kept"
 
 
 @needs("namespaces")
@@ -272,7 +274,7 @@ def test_a_lost_sandbox_costs_no_response(model: Path) -> None:
     assert good.transcript["commands"][0]["code"] == 0 and "code" not in bad.transcript["commands"][0]
     check(good)
     assert good.response == "from the box\n" and good.metadata["calls"] == 2 and not good.grading
-    assert "the tool failed" in bad.grading_error and bad.grading == "error" and bad.loss_mask.tolist() == [0]
+    assert "the tool failed" in bad.grading_error and bad.grading == "error" and bad.array("loss_mask").tolist() == [0]
 
 
 def test_failures_and_the_limit(model: Path) -> None:
@@ -316,14 +318,10 @@ def test_aborted_response_begins_again(found: dict[str, Any]) -> None:
     assert len(found["policy-whole"]) == 2 and found["begun-whole"] == [[], []]
     [sample], [never_ended] = found["whole"], found["turns"]
     check(sample)
-    assert sample.tokens.tolist() == never_ended.tokens.tolist()
-    assert sample.loss_mask.tolist() == never_ended.loss_mask.tolist() and sample.versions.min() >= 9
+    assert sample.tokens == never_ended.tokens
+    assert sample.loss_mask == never_ended.loss_mask and min(sample.versions) >= 9
     [graded] = found["graded"]
-    assert (
-        graded.tokens.tolist() == sample.tokens.tolist()
-        and graded.grading == "error"
-        and "set no reward" in graded.grading_error
-    )
+    assert graded.tokens == sample.tokens and graded.grading == "error" and "set no reward" in graded.grading_error
 
 
 @pytest.mark.parametrize(

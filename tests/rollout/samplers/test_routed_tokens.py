@@ -18,7 +18,8 @@ from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import GradedBy
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import HeldOutSet
-from hpcrl.sample import Sample, SampleBatch
+from hpcrl.sample import Sample
+from hpcrl.transport.sample_batch import SampleBatch
 from tests.rollout.samplers.test_custom import asked, sampler
 from tests.support.two_ways import Policy, make_model
 
@@ -39,15 +40,15 @@ def routed(made: Any) -> Any:
 
 def rows(sample: Sample) -> list[tuple[int, int]]:
     """(position, number of the request) that each row names, (0, 0) where it is unknown."""
-    column = sample.extra["routed_experts"]
-    assert column.shape == (len(sample.tokens), 1, 2) and column.dtype == np.uint8
+    column = sample.array("rollout_routed_experts")
+    assert column.shape == (len(sample.array("tokens")), 1, 2) and column.dtype == np.uint8
     return [tuple(row) for row in column[:, 0].tolist()]
 
 
 def expected(sample: Sample, first: int, second: int, turn: int = 3) -> list[tuple[int, int]]:
     """Of two turns: the first request's up to its last token, the second's behind; of the last token none."""
-    begin = len(sample.tokens) - sample.response_length
-    numbers = [first if at < begin + turn - 1 else second for at in range(len(sample.tokens) - 1)]
+    begin = len(sample.array("tokens")) - sample.response_length
+    numbers = [first if at < begin + turn - 1 else second for at in range(len(sample.array("tokens")) - 1)]
     return [*enumerate(numbers), (0, 0)]
 
 
@@ -94,13 +95,13 @@ def test_an_answer_of_which_part_was_kept(found: dict[str, Any]) -> None:
 def test_tokens_that_were_not_asked_with(found: dict[str, Any]) -> None:
     """They cost the response, which says so by the function's name; its place is filled with unknown rows."""
     [sample] = found["invents"]
-    assert sample.grading == "error" and not sample.loss_mask.any() and not sample.extra["routed_experts"].any()
+    assert sample.grading == "error" and not any(sample.loss_mask) and not sample.array("rollout_routed_experts").any()
     assert "own_generates.by_label returned other tokens" in sample.grading_error
     assert "--use-rollout-routing-replay" in sample.grading_error
 
 
 def test_evaluations_bring_none(found: dict[str, Any]) -> None:
-    assert not found["held"][0].extra
+    assert not found["held"][0].has("rollout_routed_experts")
 
 
 def test_a_conversation_keeps_each_row_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

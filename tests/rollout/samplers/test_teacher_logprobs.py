@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,10 @@ from hpcrl.errors import DataError, HpcrlError, PeerError, UsageError
 from hpcrl.rollout import remote_server
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
-from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, Teacher, TeacherLogprobsSampler
-from hpcrl.sample import ABORTED, COMPLETED, Sample
+from hpcrl.rollout.samplers.teacher_logprobs import KEY, Teacher, TeacherLogprobsSampler
+from hpcrl.sample import Sample
 from hpcrl.utils.retry import Pauses
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 from tests.support.shares import plain_sample
 from tests.support.tiny import make_tokenizer
 
@@ -113,7 +113,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sample(number: int = 0, prompt: int = 3, answer: int = 4) -> Sample:
     tokens = np.arange(10 + number, 10 + number + prompt + answer, dtype=np.int32)
-    return plain_sample(prompt, answer, group=number // 4, index=number % 4, tokens=tokens)
+    return plain_sample(prompt, answer, group_index=number // 4, response_index=number % 4, tokens=tokens)
 
 
 def mark(server: Server, own: Tokenizer, samples: list[Sample], **options: Any) -> None:
@@ -133,8 +133,8 @@ def mark(server: Server, own: Tokenizer, samples: list[Sample], **options: Any) 
 
 
 def wanted(one: Sample) -> list[float]:
-    first = len(one.tokens) - one.response_length
-    return [logprob(int(token), first + i) for i, token in enumerate(one.tokens[first:])]
+    first = len(one.array("tokens")) - one.response_length
+    return [logprob(int(token), first + i) for i, token in enumerate(one.array("tokens")[first:])]
 
 
 def test_logprobs_of_own_tokens(own: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +144,10 @@ def test_logprobs_of_own_tokens(own: Tokenizer, monkeypatch: pytest.MonkeyPatch)
     with Server(own) as server:
         mark(server, own, samples)
     for one, body in zip(samples, server.bodies, strict=True):
-        assert body["prompt"] == one.tokens.tolist()
+        assert body["prompt"] == one.array("tokens").tolist()
         assert (body["model"], body["prompt_logprobs"], body["max_tokens"]) == ("big", 0, 1)
-        assert one.extra[NAME].dtype == np.float32 and not one.teacher_error
-        assert one.extra[NAME].tolist() == pytest.approx(wanted(one))
+        assert one.array("teacher_log_probs").dtype == np.float32 and not one.teacher_error
+        assert one.teacher_log_probs == pytest.approx(wanted(one))
     assert server.keys == {"Bearer secret"}
 
 
@@ -156,7 +156,7 @@ def test_what_failed_is_asked_again(own: Tokenizer) -> None:
     with Server(own, lambda number, body: (503, 429)[number] if number < 2 else None) as server:
         mark(server, own, [one], opd_teacher_model="other")
     assert len(server.bodies) == 3 and server.bodies[0]["model"] == "other"
-    assert one.extra[NAME].tolist() == pytest.approx(wanted(one)) and not one.teacher_error
+    assert one.teacher_log_probs == pytest.approx(wanted(one)) and not one.teacher_error
 
 
 def broken(body: dict[str, Any], value: Any) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_what_stays_wrong_pulls_nowhere_and_is_counted(own: Tokenizer, script: S
     with Server(own, script) as server:
         mark(server, own, [one], reward_max_failed=0.5)
     assert message in one.teacher_error
-    assert np.array_equal(one.extra[NAME], one.logprobs)
+    assert one.teacher_log_probs == one.rollout_log_probs
 
 
 def test_too_many_failures_end_the_run(own: Tokenizer) -> None:
@@ -220,7 +220,7 @@ def test_greedy_sample_is_not_scored(own: Tokenizer) -> None:
 
     class Maker:
         async def make(self, asked: ResponseRequest) -> list[Sample]:
-            return [replace(sample(i), status=ABORTED if asked.index == 1 else COMPLETED) for i in range(2)]
+            return [sample(i).replace(status=ABORTED if asked.index == 1 else COMPLETED) for i in range(2)]
 
     async def go(server: Server) -> list[list[Sample]]:
         teacher = Teacher(Options(opd_teacher_url=server.url), own)
@@ -235,4 +235,4 @@ def test_greedy_sample_is_not_scored(own: Tokenizer) -> None:
 
     with Server(own) as server:
         shown, cut, greedy = asyncio.run(go(server))
-    assert [NAME in one.extra for one in (*shown, *cut, *greedy)] == [True, True, False, False, False, False]
+    assert [one.has("teacher_log_probs") for one in (*shown, *cut, *greedy)] == [True, True, False, False, False, False]

@@ -23,5 +23,5 @@ def test_what_is_told_last_is_no_part_of_it() -> None:
         found.add_sampled(Turn(tokens, -tokens.astype(np.float32), np.full(len(said), 3, np.int32), "stop"))
         found.add_observed(told)
     sample = found.sample(returned([1], [1]), SimpleNamespace(decode=text))  # type: ignore[arg-type]
-    assert sample.tokens.tolist() == [1, 2, 4, 5, 6, 7] and sample.loss_mask.tolist() == [1, 1, 0, 1]
+    assert sample.array("tokens").tolist() == [1, 2, 4, 5, 6, 7] and sample.array("loss_mask").tolist() == [1, 1, 0, 1]
     assert sample.response == "4567"

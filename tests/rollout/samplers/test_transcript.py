@@ -30,7 +30,7 @@ def sample(tokenizer: Tokenizer, *turns: tuple[int, str], end: bool = True) -> S
     tokens = np.concatenate([[7], *pieces, [1] * end]).astype(np.int32)
     count = len(tokens) - 1
     column = np.asarray(mask + mask[-1:] * end, np.uint8)
-    made = Sample(0, 0, tokens, count, column, np.zeros(count), np.zeros(count))
+    made = Sample(tokens=tokens, response_length=count, loss_mask=column)
     made.response = tokenizer.decode(tokens[1:])
     return made
 

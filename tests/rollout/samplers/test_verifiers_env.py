@@ -71,4 +71,4 @@ def test_an_environment_makes_exact_samples(tmp_path: Path, monkeypatch: pytest.
     said = ["a", "b", "<|end|>"]
     from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
-    assert words(Tokenizer(model), sample.tokens[-sample.response_length :]) == [*said, *told, *said]
+    assert words(Tokenizer(model), sample.array("tokens")[-sample.response_length :]) == [*said, *told, *said]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED
-from hpcrl.rollout.slime_names.conversion import KEPT
-from hpcrl.sample import ABORTED, COMPLETED, Sample
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 from tests.rollout.samplers.test_custom import asked, check, sampler
 from tests.support.two_ways import make_model, words
 
@@ -62,12 +62,14 @@ def test_turns_are_carried_back_exactly(model: Path, found: dict[str, Any]) -> N
     check(sample)
     words_of = words(make_tokenizer(model), sample.tokens[-sample.response_length :])
     assert words_of == ["a", "b", "<|end|>", "m", "o", "r", "e", "a", "b", "<|end|>"]
-    assert sample.loss_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1, 1]
-    assert np.allclose(sample.logprobs[sample.loss_mask == 1], [-0.125, -0.25, -0.375] * 2)
-    assert sample.versions.tolist() == [8] * 7 + [7] * 3, "what a tool says has the version before it"
+    assert sample.loss_mask == [1, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert np.allclose(
+        [p for p, m in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if m], [-0.125, -0.25, -0.375] * 2
+    )
+    assert sample.versions == [8] * 7 + [7] * 3, "what a tool says has the version before it"
     first, second = (tokens for tokens, _, _ in found["policy-tool_user"])
-    assert first == sample.tokens[:-10].tolist() == asked(model).group.prompt.tokens.tolist()
-    assert second == sample.tokens[:-3].tolist()
+    assert first == sample.tokens[:-10] == asked(model).group.prompt.tokens.tolist()
+    assert second == sample.tokens[:-3]
     assert (sample.status, sample.response) == (COMPLETED, "ab<|end|>moreab<|end|>")
 
 
@@ -80,33 +82,33 @@ def make_tokenizer(model: Path) -> Any:
 def test_a_reward_sees_what_was_set_on_the_sample(found: dict[str, Any]) -> None:
     """Attributes that are plain data reach the reward's process: 1 for the answer, 2 for the turns."""
     [sample] = found["tool_user"]
-    assert (sample.reward, sample.metadata[KEPT]) == (3.0, {"turns": 2})
+    assert (sample.score, sample.turns, sample.attributes()) == (3.0, 2, {"turns": 2})
     assert sample.rewards["acc"] == 1.0
 
 
 def test_log_probs_that_are_left_out_are_found(found: dict[str, Any]) -> None:
     """By the tokens, also when it asks over a client of its own; and its own reward is taken."""
     [sample] = found["by_text"]
-    assert np.allclose(sample.logprobs, [-0.125, -0.25, -0.375]) and sample.loss_mask.tolist() == [1, 1, 1]
-    assert sample.reward == 1.0 and UNSAMPLED not in sample.metadata
-    assert len(set(sample.versions.tolist())) == 1
+    assert np.allclose(sample.rollout_log_probs, [-0.125, -0.25, -0.375]) and sample.loss_mask == [1, 1, 1]
+    assert sample.score == 1.0 and UNSAMPLED not in sample.metadata
+    assert len(set(sample.versions)) == 1
 
 
 def test_text_encoded_again_is_not_trained(found: dict[str, Any]) -> None:
     """Of a sample that has tokens of an engine too these alone are; of one without any the response has failed."""
     [sample] = found["encoded_again"]
-    assert "no engine sampled any" in sample.grading_error and not sample.loss_mask.any()
+    assert "no engine sampled any" in sample.grading_error and not any(sample.loss_mask)
     [sample] = found["encoded_again/some"]
     check(sample)
-    assert sample.loss_mask.tolist() == [1, 1, 1, 0, 0] and sample.metadata[UNSAMPLED] == 2
-    assert np.allclose(sample.logprobs[:3], [-0.125, -0.25, -0.375])
-    assert sample.reward == 1.0
+    assert sample.loss_mask == [1, 1, 1, 0, 0] and sample.metadata[UNSAMPLED] == 2
+    assert np.allclose(sample.rollout_log_probs[:3], [-0.125, -0.25, -0.375])
+    assert sample.score == 1.0
 
 
 def test_vimes_functions_ask_as_vllm_is_asked(found: dict[str, Any]) -> None:
     [sample] = found["vllms"]
     check(sample)
-    assert sample.loss_mask.tolist() == [1, 1, 1] and np.allclose(sample.logprobs, [-0.125, -0.25, -0.375])
+    assert sample.loss_mask == [1, 1, 1] and np.allclose(sample.rollout_log_probs, [-0.125, -0.25, -0.375])
 
 
 def test_what_the_run_does_not_do_is_said(found: dict[str, Any]) -> None:
@@ -121,7 +123,7 @@ def test_an_aborted_response_begins_again(found: dict[str, Any]) -> None:
     assert ended.status == ABORTED and not ended.response_length
     [whole] = found["whole"]
     check(whole)
-    assert whole.tokens.tolist() == found["tool_user"][0].tokens.tolist()
+    assert whole.tokens == found["tool_user"][0].tokens
     assert found["begun-whole"] == [[], []]
 
 
@@ -135,6 +137,6 @@ def test_agents_share_args_and_grade_each_other(model: Path) -> None:
 
     samples = asyncio.run(run())
     assert [sample.reward for sample in samples] == [0.5, 0.5]
-    assert len({tuple(sample.tokens.tolist()) for sample in samples}) == 2
+    assert len({tuple(sample.tokens) for sample in samples}) == 2
     for sample in samples:
         check(sample)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.harbor_agent import generate
 from hpcrl.rollout.worker_messages import LOST, failure_of
 from hpcrl.sandbox import BoxResult, SandboxLost
@@ -17,8 +16,8 @@ from hpcrl.sandbox.harbor.rows import TaskRows
 from hpcrl.sandbox.pool import default_pool
 from tests.documents.test_agents import Scripted
 from tests.support.able import needs
+from tests.support.asked_samples import args_of, asked_sample
 from tests.support.harbor_tasks import TOML, write_task
-from tests.support.shares import plain_sample
 
 pytestmark = [pytest.mark.process, needs("namespaces")]
 
@@ -32,9 +31,8 @@ def played(folder: Path, texts: list[str]) -> tuple[Any, list[str]]:
     policy = Scripted(texts)
     policy.template = "<tool_call>"  # type: ignore[attr-defined]
     options = Options(rollout_max_response_len=512)
-    args = Arguments(options, policy, policy, "http://x/v1", "key", False, 0)  # type: ignore[arg-type]
-    asked = plain_sample(2, 0, prompt="", response="")
-    asked.metadata = TaskRows(folder)[0]["metadata"]
+    args = args_of(options, policy)
+    asked = asked_sample(metadata=TaskRows(folder)[0]["metadata"])
 
     async def play() -> Any:
         try:
@@ -53,7 +51,7 @@ def test_a_task_is_worked_at(tmp_path: Path) -> None:
     )
     assert (found.reward, found.rewards, found.metadata["harbor"]["verifier"]) == (1.0, {}, "")
     assert told[0] == "3\n4\n5" and told[1] == "[exit 0]" and told[2].endswith("[exit 1]") and told[3] == "[exit 3]"
-    assert set(found.loss_mask.tolist()) == {0, 1} and found.tokens[:2].tolist() == [1, 50]
+    assert set(found.loss_mask) == {0, 1} and found.tokens[:2] == [1, 50]
 
 
 def test_other_calls_and_the_end_of_time(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.sample import SampleBatch
+from hpcrl.transport.sample_batch import SampleBatch
 from tests.support import allowed_waits, families
 from tests.support.allowed_waits import ALLOWED, Wait
 from tests.support.ranks import on_fake_device
@@ -72,7 +72,14 @@ def alike() -> SampleBatch:
     from tests.support.shares import plain_sample
 
     made = [
-        plain_sample(9, 11, group=i // 4, index=i % 4, reward=float(i % 3), tokens=np.arange(20, dtype=np.int32) + i)
+        plain_sample(
+            9,
+            11,
+            group_index=i // 4,
+            response_index=i % 4,
+            reward=float(i % 3),
+            tokens=np.arange(20, dtype=np.int32) + i,
+        )
         for i in range(whole.SAMPLES)
     ]
     return SampleBatch.from_samples(made)

@@ -19,9 +19,11 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.rollout.batch_assembly import shares_of
-from hpcrl.sample import COMPLETED, Sample, SampleBatch
+from hpcrl.sample import Sample
 from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.transport.share_format import Share
+from hpcrl.utils.sample_parts import COMPLETED
 from tests.support.families import make
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
@@ -187,12 +189,12 @@ def batch() -> SampleBatch:
         mask = (rng.random(response) < 0.9).astype(np.uint8) if number != 7 else np.zeros(response, np.uint8)
         samples.append(
             Sample(
-                group=number // 4,
-                index=number % 4,
+                group_index=number // 4,
+                response_index=number % 4,
                 tokens=rng.integers(1, VOCAB, length).astype(np.int32),
                 response_length=response,
                 loss_mask=mask,
-                logprobs=rng.normal(-5, 0.7, response).astype(np.float32),
+                rollout_log_probs=rng.normal(-5, 0.7, response).astype(np.float32),
                 versions=np.zeros(response, np.int32),
                 reward=float(rng.normal()),
                 status=COMPLETED,
@@ -417,7 +419,7 @@ def sample(data: SampleBatch, i: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return (
         ids,
         torch.from_numpy(data.loss_mask[responses].astype(np.float32)),
-        torch.from_numpy(data.logprobs[responses]),
+        torch.from_numpy(data.rollout_log_probs[responses]),
     )
 
 
@@ -521,7 +523,7 @@ def test_neither_do_they_to_further_losses(model: Path, other: Path, layout: str
 def pairs() -> SampleBatch:
     """The batch in groups of two."""
     data, numbers = deepcopy(batch()), np.arange(SAMPLES)
-    data.rows["group"], data.rows["index"] = numbers // 2, numbers % 2
+    data.rows["group_index"], data.rows["response_index"] = numbers // 2, numbers % 2
     return data
 
 
@@ -599,7 +601,7 @@ def test_a_response_of_two_alike_samples_counts_as_one(model: Path, other: Path,
     data = batch()
     twice = data.select(sorted([*range(SAMPLES), 0, 5, 5]))
     sums = np.add.reduceat(twice.loss_mask.astype(np.int64), twice.response_offsets[:-1])
-    keys = twice.rows["group"] * 4 + twice.rows["index"]
+    keys = twice.rows["group_index"] * 4 + twice.rows["response_index"]
     twice.rows["trained"] = [sums[keys == key].sum() for key in keys]
     n, fields = LAYOUTS.get(layout, (1, {}))
     opts = options(model, n, **PACKINGS["64 tokens"], **fields, **LOSSES["grpo"])
@@ -732,7 +734,7 @@ def test_old_logprobs_are_those_before_the_first_step(model: Path) -> None:
             logprobs = (
                 hf(ids[None]).logits[0, -len(mask) - 1 : -1].log_softmax(-1).gather(1, ids[-len(mask) :, None])[:, 0]
             )
-            data.logprobs[start : start + len(mask)] = logprobs.numpy()
+            data.rollout_log_probs[start : start + len(mask)] = logprobs.numpy()
     found = {}
     for layout in ("one rank", "dp2 pp2"):
         n, fields = LAYOUTS.get(layout, (1, {}))

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import DataError
-from hpcrl.sample import Sample, SampleBatch
+from hpcrl.sample import Sample
 from hpcrl.trainer.step.packing import Packed, check_batch, pack
+from hpcrl.transport.sample_batch import SampleBatch
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=7)  # (prompt, response)
 
@@ -26,12 +27,12 @@ def batch(sizes: list[tuple[int, int]], seed: int = 0) -> SampleBatch:
     rng = np.random.default_rng(seed)
     samples = [
         Sample(
-            group=number,
-            index=0,
+            group_index=number,
+            response_index=0,
             tokens=rng.integers(1, 100, prompt + response).astype(np.int32),
             response_length=response,
             loss_mask=(rng.random(response) < 0.7).astype(np.uint8),
-            logprobs=-rng.random(response).astype(np.float32),
+            rollout_log_probs=-rng.random(response).astype(np.float32),
             versions=np.zeros(response, np.int32),
             reward=float(rng.normal()),
         )
@@ -49,7 +50,7 @@ def expected(data: SampleBatch, rows: list[int]) -> list[tuple]:
         response = int(data.rows["response_length"][i])
         tokens = data.tokens[data.token_offsets[i] :][:length]
         mask = data.loss_mask[data.response_offsets[i] :][:response]
-        logprobs = data.logprobs[data.response_offsets[i] :][:response]
+        logprobs = data.rollout_log_probs[data.response_offsets[i] :][:response]
         count = int(mask.sum())
         reward = float(np.float32(data.rows["reward"][i]))
         for k in range(response):
@@ -161,9 +162,9 @@ def test_several_samples_weigh_as_one() -> None:
 
     whole = batch([(3, 4), (2, 5), (4, 3), (2, 6)])
     data = whole.select([0, 0, 0, 1, 2, 3, 3])
-    data.rows["index"], data.rows["group"] = [0, 0, 0, 1, 2, 3, 3], 0
+    data.rows["response_index"], data.rows["group_index"] = [0, 0, 0, 1, 2, 3, 3], 0
     sums = np.add.reduceat(data.loss_mask.astype(np.int64), data.response_offsets[:-1])
-    data.rows["trained"] = [sums[data.rows["index"] == index].sum() for index in data.rows["index"]]
+    data.rows["trained"] = [sums[data.rows["response_index"] == index].sum() for index in data.rows["response_index"]]
     options = Options(actor_num_gpus_per_node=2, rollout_batch_size=1, n_samples_per_prompt=4, num_steps_per_rollout=2)
     shares = shares_of(data, options, 0, 0, {})
     assert shares[0].step_samples == [4, 4] and samples_a_response(shares[0]) == [2, 2]
@@ -174,7 +175,7 @@ def test_several_samples_weigh_as_one() -> None:
                 packed = pack(share.batch, rows, layout(), sequence_parallel=False)
                 totals = StepTotals("", 4, share.step_tokens[step], True, spread=samples_a_response(share)[step])
                 weights = counting(token_weights(packed.counts, options), options, totals)[packed.sample]
-                index = share.batch.rows["index"][rows][packed.sample.numpy()]
+                index = share.batch.rows["response_index"][rows][packed.sample.numpy()]
                 np.add.at(found, index, weights.numpy() / 4)  # the loss is divided by the samples of the step
         assert found[2 * step : 2 * step + 2] == pytest.approx([0.5, 0.5]), (
             "half of the step each: it has two responses"

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.sample import ROW, SampleBatch
 from hpcrl.trainer.step.sums import _over_own
+from hpcrl.transport.sample_batch import ROW, SampleBatch
 from hpcrl.transport.share_format import Share
 
 

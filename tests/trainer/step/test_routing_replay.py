@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.sample import SampleBatch
 from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.transport.sample_batch import SampleBatch
 from tests.support.families import apart, make
 from tests.support.ranks import run_ranks
 from tests.trainer.step import test_invariance as whole
@@ -88,7 +88,9 @@ def random_choices(name: str) -> np.ndarray:
 
 
 def data_of(name: str, choices: np.ndarray | None = None) -> SampleBatch:
-    return replace(whole.batch(), extra={"routed_experts": random_choices(name) if choices is None else choices})
+    return replace(
+        whole.batch(), extra={"rollout_routed_experts": random_choices(name) if choices is None else choices}
+    )
 
 
 # ---- the reference
@@ -117,7 +119,7 @@ class Told:
 
     def _route(self, gate: Any, hidden: torch.Tensor, output: Any, place: int) -> tuple[torch.Tensor, ...]:
         begin, end = self._data.token_offsets[self._sample : self._sample + 2]
-        told = torch.from_numpy(self._data.extra["routed_experts"][begin : end - 1, place].astype(np.int64))
+        told = torch.from_numpy(self._data.extra["rollout_routed_experts"][begin : end - 1, place].astype(np.int64))
         experts = torch.cat([told, output[2][-1:]])  # the last token is read by nobody: its own choice
         logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]).float(), gate.weight.float())
         if hasattr(gate, "e_score_correction_bias"):  # the bias takes part in the choice alone
@@ -223,7 +225,7 @@ def refusal_on_rank(opts: Options, column: np.ndarray | None) -> str:
     from hpcrl.errors import HpcrlError
     from hpcrl.trainer.step import train_batch
 
-    data = whole.batch() if column is None else replace(whole.batch(), extra={"routed_experts": column})
+    data = whole.batch() if column is None else replace(whole.batch(), extra={"rollout_routed_experts": column})
     try:
         policy = whole.start(opts)
         train_batch.train(policy, policy.ranks, opts, whole.shares(opts, data)[0])

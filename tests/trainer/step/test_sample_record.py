@@ -61,7 +61,7 @@ def test_every_layout_writes_the_same(tmp_path: Path, model: Path) -> None:
         if not mask.any():
             assert (row.trainer, row.engine, row.differ, row.differ_max, row.advantage) == (0, 0, 0, 0, 0)
             continue
-        assert np.isclose(row.engine, data.logprobs[span][mask].mean(dtype=float), rtol=1e-6)
+        assert np.isclose(row.engine, data.rollout_log_probs[span][mask].mean(dtype=float), rtol=1e-6)
         assert row.trainer < 0 and abs(row.trainer - row.engine) <= row.differ + 1e-6 <= row.differ_max + 2e-6
         reward = data.rows["reward"][number // 4 * 4 : number // 4 * 4 + 4]
         advantage = (data.rows["reward"][number] - reward.mean()) / (reward.std(ddof=1) + 1e-6)

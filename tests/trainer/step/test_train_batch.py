@@ -19,12 +19,13 @@ from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.algorithms.loss import DIFFERENCE, compute_loss
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.sample import COMPLETED, PENDING, STATUSES, SampleBatch
 from hpcrl.trainer.step import train_batch
 from hpcrl.trainer.step.prepare import OtherWeights, _responses
 from hpcrl.trainer.step.sums import Totals
 from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
+from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.transport.share_format import Share
+from hpcrl.utils.sample_parts import COMPLETED, PENDING, STATUSES
 from tests.algorithms.batches import random_samples, token_batch
 from tests.support.shares import plain_sample
 
@@ -35,7 +36,9 @@ STEP = StepTotals("rollout 3, optimizer step 0", 4, 12, comparable=True)
 def share_of_steps(tokens: list[int], versions: list[int] | None = None, version: int = 0) -> Share:
     """Two samples of three tokens a step, of which `tokens` are trained."""
     samples = [
-        plain_sample(group=number // 2, index=number % 2, versions=np.array(versions or [version] * 3, np.int32))
+        plain_sample(
+            group_index=number // 2, response_index=number % 2, versions=np.array(versions or [version] * 3, np.int32)
+        )
         for number in range(2 * len(tokens))
     ]
     micro_batches = [[[2 * step], [2 * step + 1]] for step in range(len(tokens))]
@@ -152,7 +155,7 @@ def test_a_response_counts_once_in_each_step(steps: list[list[int]]) -> None:
     """A response of several samples has as much weight as one of one sample: weights times samples by responses."""
     parts = [count for step in steps for count in step]
     batch = SampleBatch.from_samples(
-        [plain_sample(group=5, index=i) for i, count in enumerate(parts) for _ in range(count)]
+        [plain_sample(group_index=5, response_index=i) for i, count in enumerate(parts) for _ in range(count)]
     )
     share = Share(0, 0, batch, [[[0]]] * len(steps), [sum(step) for step in steps], [1] * len(steps), {})
     assert samples_a_response(share) == [sum(step) / len(step) for step in steps]
@@ -179,7 +182,7 @@ def test_metrics_are_divided_as_the_loss(per_token: bool) -> None:
 
 def test_what_was_not_graded_has_no_response() -> None:
     """A group of wrong answers, one of which was not graded, teaches nothing, where a reward of 0 would be the best."""
-    samples = [plain_sample(index=i, reward=-1.0, status=COMPLETED) for i in range(4)]
+    samples = [plain_sample(response_index=i, reward=-1.0, status=COMPLETED) for i in range(4)]
     table = SampleBatch.from_samples(samples).rows
     assert _responses(table, RANKS.device) is None
     table["status"][2] = STATUSES.index(PENDING)
@@ -189,7 +192,7 @@ def test_what_was_not_graded_has_no_response() -> None:
     size = table["response_length"]
     batch = RolloutBatch(
         reward=torch.tensor(table["reward"]),
-        group=torch.tensor(table["group"]),
+        group=torch.tensor(table["group_index"]),
         length=torch.tensor(size.astype(np.int64)),
         truncated=torch.zeros(4, dtype=torch.bool),
         own=torch.arange(4),

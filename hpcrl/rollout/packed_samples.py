@@ -1,0 +1,84 @@
+"""A sample as bytes, in files and to other processes; see `hpcrl.sample` for its columns and fields."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hpcrl.sample import FIELDS, Sample
+from hpcrl.utils.sample_parts import COLUMNS
+
+
+def struct_of(name: str, without: Collection[str] = (), **options: Any) -> type[msgspec.Struct]:
+    """A message with the FIELDS of a sample except for those `without`, and with its attributes.
+
+    Args:
+        options: of msgspec.defstruct.
+    """
+    fields = [(key, kind) for key, kind in FIELDS.items() if key not in without]
+    return msgspec.defstruct(name, [*fields, ("attributes", dict[str, Any])], module=__name__, **options)
+
+
+def values_of(sample: Sample, kind: Any) -> Any:
+    """A message of `struct_of` with what the sample has."""
+    sample.fold_reward()
+    known = vars(sample) | {"reward": sample.score if sample.graded else None, "attributes": sample.attributes()}
+    return kind(**{name: known[name] for name in kind.__struct_fields__})
+
+
+def sample_of(values: Any, **more: Any) -> Sample:
+    """The sample again, with what the message does not have."""
+    fields = msgspec.structs.asdict(values)
+    attributes = fields.pop("attributes")
+    sample = Sample(**fields, **more)
+    vars(sample).update(attributes)
+    return sample
+
+
+_PackedFields: Any = struct_of("_PackedFields")
+
+
+class _PackedColumn(msgspec.Struct, array_like=True):
+    shape: list[int]
+    data: bytes
+
+
+class PackedSample(msgspec.Struct):
+    """A sample as msgspec writes it.
+
+    Attributes:
+        columns: those that it has, or none of them.
+    """
+
+    fields: _PackedFields
+    columns: dict[str, _PackedColumn]
+
+
+def pack(sample: Sample, columns: bool = True) -> PackedSample:
+    """A sample as it is written.
+
+    Args:
+        columns: whether those are too that have an entry for each token.
+    """
+    found = {}
+    for name in COLUMNS if columns else ():
+        if sample.has(name):
+            column = np.ascontiguousarray(sample.array(name), COLUMNS[name].dtype)
+            found[name] = _PackedColumn(list(column.shape), column.tobytes())
+    return PackedSample(values_of(sample, _PackedFields), found)
+
+
+def unpack(packed: PackedSample) -> Sample:
+    """The sample again; its columns are not set where `pack` was asked for none.
+
+    Raises:
+        ValueError, KeyError, TypeError: if it is none.
+    """
+    columns = {
+        name: np.frombuffer(column.data, COLUMNS[name].dtype).reshape(column.shape).copy()
+        for name, column in packed.columns.items()
+    }
+    return sample_of(packed.fields, **columns)
