@@ -27,7 +27,7 @@ KEPT = {
     "hpcrl.config.plugin_names": ("algorithm_files",),
     "hpcrl.config.setting_names": ("own",),
     "hpcrl.engine.params.experts": ("unpacking",),
-    "hpcrl.planning.formulas.adapters": ("_matrices", "_tensors"),
+    "hpcrl.planning.formulas.adapters": ("_matrices",),
     "hpcrl.transport.pickles.plain": ("look_up",),
     "hpcrl.planning.rehearsal.device": ("_short",),
     "hpcrl.rollout.endpoint.call_forms": ("forms", "form_of"),
