@@ -66,7 +66,7 @@ KEPT = {"attempts": 4}
 async def odd_tokens(options: Any, sample: Any) -> float:
     """A reward that varies within a group whatever the model says: the share of odd token ids in the response."""
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
-    return float((response % 2).mean()) if len(response) else 0.0
+    return sum(token % 2 for token in response) / len(response) if response else 0.0
 
 
 async def held_odd_tokens(options: Any, sample: Any) -> float:

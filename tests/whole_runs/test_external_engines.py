@@ -60,7 +60,7 @@ def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
     log = tmp_path / "engine.log"
     root = tmp_path / "run"
     values = {"num_rollout": 100000, "save_interval": None, "rollout_num_gpus": None, "run_dir": str(root)}
-    values |= {"rollout_external_engine_addrs": [address], "rollout_external_engine_keys": str(keys)}
+    values |= {"rollout_external_engine_addrs": [address], "rollout_external_engine_keys": str(keys), "attempts": 3}
     file = recipe(tmp_path, task, **(POLICY | values))
     engine = serve(file, address, keys, log)
     try:

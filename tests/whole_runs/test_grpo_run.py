@@ -265,7 +265,12 @@ def hours_of(root: Path) -> NodeHours:
 def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Path) -> None:
     """Its only one is killed, and the next one's core is stopped for ever as it joins: each time another takes the
     weights and answers."""
-    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "rollout_health_check_timeout": 5}
+    values = {
+        "actor_num_gpus_per_node": 2,
+        "ref_load": str(task / "model"),
+        "rollout_health_check_timeout": 5,
+        "attempts": 3,
+    }
     run = start(tmp_path, task, **KL | values)
 
     def the_engine() -> EngineView:
