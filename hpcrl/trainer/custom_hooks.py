@@ -26,8 +26,8 @@ from hpcrl.errors import HpcrlError
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.transport.share_format import Share
 
-#: columns of a share's response tokens -> slime's name of them
-NAMES = {"log_probs": "log_probs", "ref_log_probs": "ref_log_probs", "values": "values"}
+#: columns of a share's response tokens that slime has too
+NAMES = ("log_probs", "ref_log_probs", "values")
 
 
 class TrainerHooks:
@@ -120,7 +120,7 @@ def _as_slime_has_it(share: Share, columns: Mapping[str, torch.Tensor]) -> dict[
     lengths = batch.rows["response_length"].tolist()
     parts = {"loss_masks": batch.loss_mask.astype(np.int64), "rollout_log_probs": batch.rollout_log_probs}
     data: dict[str, Any] = {name: list(torch.from_numpy(part.copy()).split(lengths)) for name, part in parts.items()}
-    data |= {NAMES[name]: list(column.cpu().split(lengths)) for name, column in columns.items() if name in NAMES}
+    data |= {name: list(column.cpu().split(lengths)) for name, column in columns.items() if name in NAMES}
     return data | {
         "tokens": list(torch.from_numpy(batch.tokens.astype(np.int64)).split(batch.rows["length"].tolist())),
         "response_lengths": lengths,

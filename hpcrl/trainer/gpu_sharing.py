@@ -47,7 +47,7 @@ class GpuSharing:
         self._state = DeviceState(())
         self._driver = False
         self._client = None
-        self._together = _no_barrier
+        self._together: Callable[[], None] = lambda: None  # before process groups exist
         self.seconds = 0.0  #: that the last round of the hand-over took, without what was done in it
 
     def start(self, driver: bool, together: Callable[[], None]) -> None:
@@ -93,19 +93,14 @@ class GpuSharing:
         self._state.put_away_rest()
         self._tell(Event.SHRINK)
         self._tell(Event.WAKE_WEIGHTS)
-        found = self._apart(publish)
+        publishing = time.monotonic()
+        found = publish()
+        begun += time.monotonic() - publishing  # it has a metric of its own
         self._tell(Event.UPDATED)
         self._state.put_away_weights()
         self._tell(Event.LEAVE)
         self._tell(Event.WAKE)
         self.seconds += time.monotonic() - begun
-        return found
-
-    def _apart(self, publish: Callable[[], T]) -> T:
-        """Call `publish`, whose time does not count here."""
-        begun = time.monotonic()
-        found = publish()
-        self.seconds -= time.monotonic() - begun
         return found
 
     def _tell(self, event: Event) -> None:
@@ -127,7 +122,3 @@ class GpuSharing:
         if self._client is not None:
             with contextlib.suppress(Unanswered):  # the run is to stop: it saves and ends without the rollout process
                 self._client.call("turn", self._options.rollout_timeout, event=event)
-
-
-def _no_barrier() -> None:
-    """The barrier of all ranks before process groups exist: none."""

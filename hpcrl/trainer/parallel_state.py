@@ -122,7 +122,8 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     )
     seed_rank(options.seed, ranks)
     if options.deterministic_mode:
-        _deterministic()
+        torch.use_deterministic_algorithms(True)  # `torchrun.prepare_environment` has told the libraries
+        torch.backends.cudnn.benchmark = False
     return ranks
 
 
@@ -246,13 +247,6 @@ def seed_rank(seed: int, ranks: Ranks) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _deterministic() -> None:
-    """Same input, same bits: only algorithms that torch knows to be so.  `torchrun.prepare_environment` has told
-    the libraries."""
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def cuda_is_there(visible: str | None) -> bool:

@@ -240,16 +240,16 @@ class ReferenceAndCritic:
         if isinstance(self._reference, HostWeights) and interval and rollouts % interval == 0:
             self._reference.follow()
 
-    def save(self, rollouts: int, version: int, directory: Path) -> None:
-        """Write what cannot be had again into a checkpoint of policy `version`, after so many rollouts."""
+    def save(self, at: Position, directory: Path) -> None:
+        """Write what cannot be had again into a checkpoint."""
         if self._policy.lora is not None and self._policy.ranks.rank == 0:
             write_atomic(directory / RECORD, json.dumps(adapter_record(self._policy)).encode(), mode=0o644)
         if self._critic is not None:
-            self._critic.save(rollouts, directory)
+            self._critic.save(at.rollout_id, directory)
         if isinstance(self._reference, HostWeights) and self._options.ref_update_interval:
             save_set(self._policy.trained, self._reference.stored(), directory / REFERENCE)
         for sampled, held in sorted(self._old.items()):
-            if sampled != version:  # that one is the checkpoint itself
+            if sampled != at.version:  # that one is the checkpoint itself
                 save_set(self._policy.trained, held.stored(), directory / f"{OLD_ACTOR}{sampled}")
 
     def _start_reference(self, ranks: Ranks, resumed: Path | None) -> HostWeights | BaseAsReference:

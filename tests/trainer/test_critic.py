@@ -84,7 +84,7 @@ def beginnings_on_rank(opts: Options, directory: Path) -> list[dict[str, torch.T
     found.append(copy(Critic(policy, ranks, opts.model_copy(update={"critic_load": None}), None)))
     found.append(copy(critic := Critic(policy, ranks, opts, None)))
     critic.model.module.output_layer.weight.data.copy_(head())
-    save_load.save(policy, ranks, directory, at, "run", lambda beside: critic.save(1, beside))
+    save_load.save(policy, ranks, directory, at, "run", lambda _, beside: critic.save(1, beside))
     for path in (directory, directory / "iter_0000001" / "critic"):
         found.append(copy(Critic(policy, ranks, opts.model_copy(update={"critic_load": str(path)}), None)))
     found.append({name: value.clone() for name, value in weights(policy).items()})

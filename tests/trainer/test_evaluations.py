@@ -11,7 +11,7 @@ from hpcrl.config.options import Options
 from hpcrl.report.metrics import MetricsLog, read_metrics
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.rundir import RunDir
-from hpcrl.trainer.evaluations import EvaluationSchedule
+from hpcrl.trainer.loop_watchers import EvaluationSchedule
 from hpcrl.transport.messages import UNFINISHED
 from tests.support.options import GRPO
 
@@ -24,7 +24,7 @@ class Rollout:
         self.asked: list[dict[str, Any]] = []
         self.waited: list[int] = []
 
-    def ask(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
         assert method == "evaluate"
         self.asked.append(params)
         return {"held": {"accuracy": 0.5, "policy_version": params["version"]}} if self.done else {UNFINISHED: {}}
@@ -32,7 +32,7 @@ class Rollout:
     def wait(self, method: str, **params: Any) -> dict[str, Any]:
         self.waited.append(params["rollout_id"])
         self.done = True
-        return self.ask(method, **params)
+        return self.call(method, **params)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def log(tmp_path: Path) -> MetricsLog:
 
 def evaluations(rollout: Rollout, log: MetricsLog, **values: Any) -> EvaluationSchedule:
     options = Options(**(GRPO | {"loop": "fully-async", "eval_interval": 2} | values))
-    asking = (rollout.ask, rollout.wait, log, lambda value: value, Timeline(None))
+    asking: Any = (rollout, log, lambda value: value, Timeline(None))
     return EvaluationSchedule(options, 5, *asking)
 
 

@@ -63,8 +63,7 @@ def train_and_save(every: list[tuple[Options, Path]]) -> list[list[dict[str, flo
         ranks = policy.ranks
         others = ReferenceAndCritic(policy, ranks, opts, None)
         first = rollouts(policy, others, opts, 0, BEFORE)
-        also = lambda beside, others=others: others.save(BEFORE, BEFORE, beside)  # noqa: E731
-        save(policy, ranks, directory, Position(BEFORE, BEFORE, {}), "run", also)
+        save(policy, ranks, directory, Position(BEFORE, BEFORE, {}), "run", others.save)
         found.append(first + rollouts(policy, others, opts, BEFORE, ROLLOUTS))
     return found
 
@@ -114,8 +113,7 @@ def old_actor_on_rank(
     others.published(0)
     first = train_batch.train(policy, ranks, opts, mine, others.of_share(0, 0))
     others.published(1)
-    also = lambda beside: others.save(1, 1, beside)  # noqa: E731
-    save_load.save(policy, ranks, directory, save_load.Position(1, 1, {}), "run", also)
+    save_load.save(policy, ranks, directory, save_load.Position(1, 1, {}), "run", others.save)
     late = train_batch.train(policy, ranks, opts, mine, others.of_share(0, 1))
     others.published(2)
     try:

@@ -29,8 +29,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -49,6 +50,9 @@ from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.imports import without_collection
+
+if TYPE_CHECKING:
+    from hpcrl.trainer.loop_watchers import LoopEvent
 
 POSITION = "position.json"  #: of rank 0's part: the record of the checkpoint
 ENDING = 30.0  #: seconds for which the end of a run waits for a copy that is on its way
@@ -115,7 +119,7 @@ class MemoryCopies:
         origin: CopyOrigin,
         minutes: int,
         interval: int,
-        also: Callable[[Path], None] = save_load.nothing,
+        also: Callable[[Position, Path], None] = save_load.nothing,
     ) -> None:
         self._policy = policy
         self._ranks = ranks
@@ -136,11 +140,17 @@ class MemoryCopies:
         self._spent = 0.0
         self.newest = 0  #: rollouts of the newest copy that all ranks have
 
-    def begin_if_due(self, position: Position) -> None:
-        """Take a copy, if one is due after so many rollouts."""
-        if self._interval and position.rollout_id % self._interval == 0:
+    def observe(self, event: LoopEvent) -> None:
+        """Bring the copy that is on its way further, and begin one that is due and not on disk."""
+        every, rollouts = self._interval, event.at.rollout_id
+        if event.done in ("fetched", "trained"):
+            self.advance()
+        elif event.done == "stepped":
+            self.settle(rollouts)
+            event.metrics.update(self.spent())
+        elif event.done == "rested" and not event.on_disk and every and rollouts % every == 0:
             with self._timed():
-                self.start_copy(position)
+                self.start_copy(event.at)
 
     def start_copy(self, position: Position) -> bool:
         """Take a copy, unless one is on its way still; whether it was begun."""
@@ -155,7 +165,7 @@ class MemoryCopies:
 
         def take() -> PendingCopy:
             agree(make)
-            self._also(directory)
+            self._also(position, directory)
             state = save_load.everything(self._policy, self._ranks, position)
             request = save_load.plan(state, directory, self._division)
             writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
@@ -252,7 +262,8 @@ class MemoryCopies:
         for finalize in pending.finalize:
             agree_in_step(finalize)
         agree(lambda: self._write_position(pending), self._ranks.rank == 0)
-        jobs = [lambda: self._send(pending), *(self._receiver(source) for source in self._senders)]
+        receive = partial(copy_files.receive_part, self._copies, group=self._group)
+        jobs = [partial(self._send, pending), *(partial(receive, source) for source in self._senders)]
         for job in jobs:
             pending.threads.append(threading.Thread(target=self._run, args=(pending, job), name="copies", daemon=True))
             pending.threads[-1].start()
@@ -285,11 +296,6 @@ class MemoryCopies:
         if self._partner is not None and self._group is not None:
             copy_files.send_part(pending.directory, part, self._partner, self._group)
 
-    def _receiver(self, source: int) -> Callable[[], None]:
-        group = self._group
-        assert group is not None  # there are no senders on one host
-        return lambda: copy_files.receive_part(self._copies, source, group)
-
     def _finish_copy(self, pending: PendingCopy) -> PendingCopy:
         """All ranks have it in both places, or one has failed; older copies go."""
 
@@ -304,7 +310,9 @@ class MemoryCopies:
         return pending
 
 
-def open_copies(context: RoleContext, policy: Policy, ranks: Ranks, also: Callable[[Path], None]) -> MemoryCopies:
+def open_copies(
+    context: RoleContext, policy: Policy, ranks: Ranks, also: Callable[[Position, Path], None]
+) -> MemoryCopies:
     """The copies of this attempt: none, if they are not wanted, or a host has no directory for them; collective."""
     interval = context.options.non_persistent_save_interval
     copies = copies_here()

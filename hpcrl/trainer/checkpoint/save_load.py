@@ -73,7 +73,7 @@ class Position:
 # ---- out
 
 
-def nothing(_: Path) -> None:
+def nothing(_: Position, __: Path) -> None:
     """Write nothing more."""
 
 
@@ -83,7 +83,7 @@ def save(
     directory: Path,
     position: Position,
     run_id: str,
-    also: Callable[[Path], None] = nothing,
+    also: Callable[[Position, Path], None] = nothing,
 ) -> Path:
     """Save everything as DIR/iter_N (N = position.rollout_id); collective.
 
@@ -99,7 +99,7 @@ def save(
     with name_checkpoint_in_error(final):
         staging = prepare(final, ranks)
         write(everything(policy, ranks, position), staging)
-        also(staging)
+        also(position, staging)
         commit(staging, final, position, run_id, ranks)
     return final
 

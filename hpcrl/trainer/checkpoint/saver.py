@@ -47,25 +47,22 @@ class PendingSave:
     writer: CheckpointWriter | None
 
 
+@dataclass
 class Saver:
-    """The checkpoints of one run, on one rank; every method is collective."""
+    """The checkpoints of one run, on one rank; every method is collective.
 
-    def __init__(
-        self,
-        policy: Policy,
-        ranks: Ranks,
-        directory: Path,
-        run_id: str,
-        options: Options,
-        also: Callable[[Path], None] = save_load.nothing,
-    ) -> None:
-        self.policy = policy
-        self.ranks = ranks
-        self.directory = directory
-        self.run_id = run_id
-        self.options = options
-        self.also = also
-        self.pending: PendingSave | None = None
+    Attributes:
+        saved: the newest that is whole, of this attempt's.
+    """
+
+    policy: Policy
+    ranks: Ranks
+    directory: Path
+    run_id: str
+    options: Options
+    also: Callable[[Position, Path], None] = save_load.nothing
+    pending: PendingSave | None = None
+    saved: Position | None = None
 
     def save(self, position: Position, *, wait: bool = False) -> Path:
         """Save now, or begin to (--async-save and not wait); an earlier save is finished first.
@@ -77,6 +74,7 @@ class Saver:
         if self.options.async_save and not wait:
             return self._start_save(position)
         path = save_load.save(self.policy, self.ranks, self.directory, position, self.run_id, self.also)
+        self.saved = position
         self._prune()
         return path
 
@@ -120,10 +118,11 @@ class Saver:
     def _start_save(self, position: Position) -> Path:
         final = save_load.step(self.directory, position.rollout_id)
         if save_load.is_latest(final):
+            self.saved = position
             return final
         with save_load.name_checkpoint_in_error(final):
             staging = save_load.prepare(final, self.ranks)
-            self.also(staging)
+            self.also(position, staging)
             state = save_load.everything(self.policy, self.ranks, position)
             request = save_load.plan(state, staging)
             writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
@@ -138,6 +137,7 @@ class Saver:
             for finalize in pending.finalize:  # gathers what was written where, and writes .metadata
                 agree_in_step(finalize)
             save_load.commit(pending.staging, pending.final, pending.position, self.run_id, self.ranks)
+        self.saved = pending.position
         self._prune()
         return pending.final
 

@@ -29,10 +29,12 @@ def find_kernels() -> frozenset[str]:
     """Those that are here; imports Megatron-core, and with it Transformer Engine where it is installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": that is the answer
+        from megatron.core.extensions import transformer_engine
         from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.tensor_parallel import layers
         from megatron.core.transformer.moe import moe_utils
-    found = rope_kernels(getattr(rope_utils, "fused_apply_rotary_pos_emb_thd", None), _rotates())
+    rotate = getattr(transformer_engine, "apply_rotary_pos_emb", None)  # from where Megatron's wrapper has it
+    found = rope_kernels(getattr(rope_utils, "fused_apply_rotary_pos_emb_thd", None), rotate)
     if all(getattr(moe_utils, name, None) is not None for name in _PERMUTE.split()):
         found |= {PERMUTE}
     # transformer/moe/moe_utils.py: None before Transformer Engine 2.7
@@ -56,13 +58,6 @@ def rope_kernels(wrapper: Callable[..., Any] | None, kernel: Callable[..., Any] 
     if wrapper is None:
         return set()
     return {ROPE, INTERLEAVED} if _takes(wrapper, "interleaved") and _takes(kernel, "interleaved") else {ROPE}
-
-
-def _rotates() -> Callable[..., Any] | None:
-    """Transformer Engine's kernel, from where Megatron's wrapper has it; None if there is none."""
-    from megatron.core.extensions import transformer_engine
-
-    return getattr(transformer_engine, "apply_rotary_pos_emb", None)
 
 
 def _takes(function: Callable[..., Any] | None, name: str) -> bool:

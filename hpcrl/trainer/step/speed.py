@@ -13,10 +13,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.planning.formulas.flops import model_flops, pairs
 from hpcrl.planning.formulas.gpu_specs import Card, of_device
-from hpcrl.run.peers import TrainerPeer
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.transport.share_format import Share
-from hpcrl.utils.installed import versions
 
 
 def device_name(device: torch.device) -> str:
@@ -27,18 +25,6 @@ def device_name(device: torch.device) -> str:
 def card_of(device: torch.device) -> Card | None:
     """What this rank's GPU is rated for, if that is known."""
     return of_device(device_name(device))
-
-
-def ready_peer(device: torch.device, start: int, total: int) -> TrainerPeer:
-    """What rank 0 says once it is about to train."""
-    card = card_of(device)
-    return TrainerPeer(
-        start=start,
-        total=total,
-        device=device_name(device),
-        tflops=card.tflops if card else 0.0,
-        versions=versions(),
-    )
 
 
 def operations(policy: Policy, options: Options, share: Share, trained: bool) -> float:

@@ -26,14 +26,12 @@ pytestmark = pytest.mark.process
 
 def saved_and_exported(opts: Any, directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The adapter and the merged weights of a run of two steps, which has saved them."""
-    from functools import partial
-
     from hpcrl.trainer.checkpoint.save_load import Position, save
     from tests.trainer.lora.test_lora_training import begun, trained
 
     policy, others, _ = begun(opts, directory)
     trained(policy, others, opts, 2)
-    save(policy, policy.ranks, directory, Position(2, 2, {}), "run", partial(others.save, 2, 2))
+    save(policy, policy.ranks, directory, Position(2, 2, {}), "run", others.save)
     return dict(parity.exported(policy.with_part("adapter"))), dict(parity.exported(policy.with_part("merged")))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +98,7 @@ def save_between(opts: Options, directory: Path) -> tuple[list[float], bool]:
     policy, others, _ = begun(opts, directory)
     before = policy.base.digest
     losses = [m["train/loss"] for m in trained(policy, others, opts, 3)]
-    also = partial(others.save, 3, 3)
-    save(policy, policy.ranks, directory, Position(3, 3, {"prompt": 7}), "run", also)
+    save(policy, policy.ranks, directory, Position(3, 3, {"prompt": 7}), "run", others.save)
     losses += [m["train/loss"] for m in trained(policy, others, opts, 3)]
     return losses, base_digest(policy) == before
 
