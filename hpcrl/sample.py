@@ -18,16 +18,7 @@ import msgspec
 import numpy as np
 
 from hpcrl.errors import DataError
-from hpcrl.utils.sample_parts import (
-    COLUMNS,
-    COMPLETED,
-    ENDS,
-    PENDING,
-    REQUIRED,
-    PrefixCacheInfo,
-    SampleStatus,
-    SpecInfo,
-)
+from hpcrl.utils.sample_parts import COLUMNS, ENDS, PrefixCacheInfo, SampleStatus, SpecInfo
 
 LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
 LARGEST_ATTRIBUTE = 2**20  #: bytes
@@ -38,10 +29,8 @@ class BadSample(DataError):
 
 
 class _Late:
-    """A field whose value is made when it is first read: a list of an array, or what `make` makes of the sample.
-
-    The value lies in the sample under the field's name with a "_" before it.
-    """
+    """A field whose value, under its name with a "_" before it, is made when it is first read: a list of an array, or
+    what `make` makes of the sample."""
 
     def __init__(self, make: Callable[[Sample], Any] = lambda sample: None) -> None:
         self._make = make
@@ -52,15 +41,21 @@ class _Late:
     def __get__(self, sample: Sample | None, owner: type) -> Any:
         if sample is None:  # dataclass asks for the default
             return None
-        value = vars(sample)[self._slot]
+        value = vars(sample).get(self._slot)
         if value is None:
-            value = vars(sample)[self._slot] = self._make(sample)
+            value = self._make(sample)
         elif isinstance(value, np.ndarray):
-            value = vars(sample)[self._slot] = value.tolist()
+            value = value.tolist()
+        else:
+            return value
+        self.__set__(sample, value)
         return value
 
     def __set__(self, sample: Sample, value: Any) -> None:
-        vars(sample)[self._slot] = value
+        if value is not None:
+            setattr(sample, self._slot, value)
+        elif self._slot in vars(sample):
+            delattr(sample, self._slot)
 
 
 class _Reward(_Late):
@@ -69,15 +64,14 @@ class _Reward(_Late):
     def __get__(self, sample: Sample | None, owner: type) -> Any:
         if sample is None:
             return None
-        value = vars(sample)[self._slot]
+        value = vars(sample).get(self._slot)
         if sample.reward_key and isinstance(value, int | float):
             value = vars(sample)[self._slot] = {**sample.rewards, sample.reward_key: value}
         return value
 
 
 def _distinct_versions(sample: Sample) -> list[str]:
-    found = sample.array("versions").tolist() if sample.has("versions") else []
-    return [str(version) for version in dict.fromkeys(found)]
+    return [str(version) for version in dict.fromkeys(sample.array("versions").tolist() * sample.has("versions"))]
 
 
 @dataclass(repr=False)
@@ -97,27 +91,24 @@ class Sample:
         reward: None until it is graded; a number, or with --reward-key an object that has it under that key.
         weight_versions: the different ones of `versions`.
         remove_sample: it is out of the loss; its reward counts in its group.
+        prompt, label, metadata: of the prompt file.
         versions: int32 [response], the policy version that each token was sampled under.
         response_index: numbers the response within its group, from 0; a group has `group_size` of them.
-        baseline: the reward of the greedy response to the same prompt, NaN where none was asked for. prompt, label and
-            metadata are the prompt file's.
-        rewards: the parts of the reward by name, where it has several.
-        reward_key: the key of a reward that is an object.
+        baseline: the reward of the greedy response to the same prompt, NaN where none was asked for.
+        rewards: the parts of the reward by name, where it has several; reward_key: that of a reward that is an object.
         grading: "" or how it failed, "timeout" or "error" (then the reward is 0; in a rollout it trains nothing and
             counts in no group).
-        grading_error: the reason.
-        teacher_error: "" or why a teacher gave no log-probs (then they are the sample's own).
-        transcript: of a response of several turns, or that a sandbox was used for: what
-            `hpcrl.rollout.samplers.transcript` makes.
+        grading_error: the reason; teacher_error: "" or why a teacher gave no log-probs (they are the sample's own).
+        transcript: of several turns, or of a sandbox: what `hpcrl.rollout.samplers.transcript` makes.
     """
 
     group_index: int = 0
     index: Any = _Late(lambda sample: sample.group_index * sample.group_size + sample.response_index)
-    rollout_id: int | None = None
+    rollout_id: Any = _Late()
     prompt: Any = ""
     tokens: Any = _Late(lambda sample: [])
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_inputs: Any = _Late()
+    multimodal_train_inputs: Any = _Late()
     response: str = ""
     response_length: int = 0
     label: Any = None
@@ -126,17 +117,17 @@ class Sample:
     weight_versions: Any = _Late(_distinct_versions)
     rollout_log_probs: Any = _Late()
     rollout_routed_experts: Any = _Late()
-    rollout_top_p_token_ids: Any = None
-    rollout_top_p_token_offsets: Any = None
+    rollout_top_p_token_ids: Any = _Late()
+    rollout_top_p_token_offsets: Any = _Late()
     remove_sample: bool = False
     teacher_log_probs: Any = _Late()
-    status: SampleStatus = PENDING
+    status: SampleStatus = SampleStatus.PENDING
     metadata: dict[Any, Any] = field(default_factory=dict)
-    generate_function_path: str | None = None
-    custom_rm_path: str | None = None
-    train_metadata: dict[str, Any] | None = None
+    generate_function_path: Any = _Late()
+    custom_rm_path: Any = _Late()
+    train_metadata: Any = _Late()
     session_id: Any = _Late(lambda sample: f"{sample.group_index}-{sample.response_index}")
-    non_generation_time: float = 0.0
+    non_generation_time: Any = _Late(lambda sample: 0.0)
     spec_info: Any = _Late(lambda sample: SpecInfo())
     prefix_cache_info: Any = _Late(lambda sample: PrefixCacheInfo())
     versions: Any = _Late()
@@ -151,20 +142,18 @@ class Sample:
     transcript: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return (
-            f"Sample(group_index={self.group_index}, response_index={self.response_index}, status={self.status}, "
-            f"response_length={self.response_length})"
-        )
+        names = ("group_index", "response_index", "status", "response_length")
+        return f"Sample({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     # ---- of the run's own code
 
     def has(self, name: str) -> bool:
         """Whether a column is set."""
-        return vars(self)[f"_{name}"] is not None
+        return f"_{name}" in vars(self)
 
     def array(self, name: str) -> np.ndarray:
         """A column as an array; of one that is not set, 1 (loss_mask) or 0 for each token of the response."""
-        value = vars(self)[f"_{name}"]
+        value = vars(self).get(f"_{name}")
         if value is None:
             shape = self.response_length if name != "tokens" else 0
             return np.full(shape, name == "loss_mask", COLUMNS[name].dtype)
@@ -172,7 +161,7 @@ class Sample:
 
     def columns(self) -> dict[str, np.ndarray]:
         """The columns that it has, by name, in the order of COLUMNS."""
-        return {name: self.array(name) for name in COLUMNS if name in REQUIRED or self.has(name)}
+        return {name: self.array(name) for name, kind in COLUMNS.items() if self.has(name) or not kind.optional}
 
     @property
     def prompt_length(self) -> int:
@@ -182,29 +171,27 @@ class Sample:
     @property
     def score(self) -> float:
         """The reward as a number; 0 where there is none."""
-        value = vars(self)["_reward"]
-        if isinstance(value, dict):
-            value = value[self.reward_key]
-        return 0.0 if value is None else value
+        value = vars(self).get("_reward", 0.0)
+        return value[self.reward_key] if isinstance(value, dict) else value
 
     @property
     def graded(self) -> bool:
         """Whether it has a reward."""
-        return vars(self)["_reward"] is not None
+        return self.has("reward")
 
     def replace(self, **changes: Any) -> Sample:
         """A copy with other values, and with what functions have set besides the fields."""
         found = copy.copy(self)
-        vars(found).update(_index=None, _session_id=None, _weight_versions=None)
-        for name, value in changes.items():
+        for name, value in (dict.fromkeys(("index", "session_id", "weight_versions")) | changes).items():
             setattr(found, name, value)
         return found
 
     def attributes(self) -> dict[str, Any]:
         """What a function has set besides the FIELDS and columns, as far as it is plain data."""
         found = {}
-        for name, value in vars(self).items():
-            if name in FIELDS or name.startswith("_") or value is _DEFAULTS.get(name, _DEFAULTS):
+        for slot in vars(self).keys() - _KNOWN:
+            name, value = slot.removeprefix("_") if slot in _PASSIVE else slot, vars(self)[slot]
+            if name.startswith("_") or (slot in _PASSIVE and not value):
                 continue
             try:
                 data = msgspec.msgpack.encode(value)
@@ -224,7 +211,7 @@ class Sample:
             status = SampleStatus(self.status)
         except ValueError:
             raise BadSample(f"set the status {self.status!r}: it is {', '.join(SampleStatus)}") from None
-        self.status = COMPLETED if status is SampleStatus.FAILED else status
+        self.status = SampleStatus.COMPLETED if status is SampleStatus.FAILED else status
         if not isinstance(self.metadata, dict):
             raise BadSample("set metadata that is not a dict")
         self.response = str(self.response).encode(errors="replace").decode()
@@ -238,7 +225,7 @@ class Sample:
         Raises:
             BadSample: if it is no reward.
         """
-        value = vars(self)["_reward"]
+        value = vars(self).get("_reward")
         rewards = self.rewards
         if isinstance(value, dict):
             rewards = {name: part for name, part in value.items() if isinstance(part, int | float)}
@@ -304,7 +291,7 @@ class Sample:
     @property
     def effective_response_length(self) -> int:
         """Tokens of the response that are learned from."""
-        mask = vars(self)["_loss_mask"]
+        mask = vars(self).get("_loss_mask")
         return self.response_length if mask is None else int(sum(mask))
 
     def append_response_tokens(
@@ -361,14 +348,12 @@ class Sample:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:
         """The sample again."""
-        known = {each.name for each in dataclasses.fields(Sample)}
-        sample = Sample(**{name: value for name, value in data.items() if name in known})
+        sample = Sample()
+        for name, value in data.items():
+            setattr(sample, name, value)
         sample.status = SampleStatus(data["status"])
         sample.spec_info = SpecInfo.from_dict(data.get("spec_info", {}))
         sample.prefix_cache_info = PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
-        for name, value in data.items():
-            if name not in known:
-                setattr(sample, name, value)
         return sample
 
 
@@ -397,4 +382,7 @@ FIELDS: dict[str, Any] = {
     "remove_sample": bool,
     "transcript": dict[str, Any],
 }
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Sample)}
+#: of slime's fields that nothing here reads, those that are kept where a function sets them
+_PASSIVE = {f"_{name}" for name in ("rollout_id", "multimodal_inputs", "multimodal_train_inputs", "train_metadata")}
+_PASSIVE |= {"_generate_function_path", "_custom_rm_path", "_non_generation_time"}
+_KNOWN = {*FIELDS, *(f"_{each.name}" for each in dataclasses.fields(Sample))} - _PASSIVE

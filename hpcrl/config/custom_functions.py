@@ -116,13 +116,12 @@ def load_class(
     check_signature(found, f"{flag} {path}", parameters)
     if inspect.isclass(found):
         for name, takes in methods.items():
-            if not callable(getattr(found, name, None)):
-                raise UsageError(
-                    f"{flag} {path} has no method {name}", f"declare it: def {name}(self, {', '.join(takes)})"
-                )
+            if not callable(method := getattr(found, name, None)) or is_async(method):
+                hint = f"declare it: def {name}(self, {', '.join(takes)})"
+                raise UsageError(f"{flag} {path} has no plain method {name}", hint)
             if not isinstance(inspect.getattr_static(found, name), staticmethod | classmethod):
                 takes = ("self", *takes)
-            check_signature(getattr(found, name), f"{flag} {path}.{name}", takes)
+            check_signature(method, f"{flag} {path}.{name}", takes)
     return found
 
 

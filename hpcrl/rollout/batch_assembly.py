@@ -27,7 +27,7 @@ from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED
 from hpcrl.sample import Sample
 from hpcrl.transport.sample_batch import SampleBatch, responses_of, whole_responses
 from hpcrl.transport.share_format import Share
-from hpcrl.utils.sample_parts import COMPLETED, OPTIONAL, PENDING, REQUIRED, STATUSES, TRUNCATED
+from hpcrl.utils.sample_parts import OPTIONAL, PENDING, REQUIRED, STATUSES, TRUNCATED
 
 AGES = 8  #: policy versions that are told apart in metrics
 
@@ -59,9 +59,6 @@ class Rollout:
             ValueError: if it is not wanted (any more): no response counts twice.
         """
         key = group, index = samples[0].group_index, samples[0].response_index
-        for sample in samples:
-            if sample.status not in (COMPLETED, TRUNCATED):
-                raise ValueError(f"sample {index} of group {group} is {sample.status}")
         if key not in self._requested or key in self._found:
             raise ValueError(f"sample {index} of group {group} is not wanted")
         self._found[key] = list(samples)

@@ -12,10 +12,11 @@ error that names its option; whatever they return is checked before anybody reli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from hpcrl.config.custom_functions import named, said_of, settled, short, trace_of
@@ -25,11 +26,105 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.sample import BadSample, Sample
 from hpcrl.transport.sample_batch import SampleBatch
-from hpcrl.utils.sample_parts import TRUNCATED
+from hpcrl.utils.sample_parts import COMPLETED, TRUNCATED
 
-#: what slime's train data may hold -> whether it must
-TRAIN_DATA = dict.fromkeys(("tokens", "response_lengths", "rewards"), True)
-TRAIN_DATA |= dict.fromkeys(("loss_masks", "rollout_log_probs", "raw_reward", "truncated", "sample_indices"), False)
+T = TypeVar("T")
+_MUST = {"tokens", "response_lengths", "rewards"}  #: of slime's train data
+_MAY = {"loss_masks", "rollout_log_probs", "raw_reward", "truncated", "sample_indices"}
+_WANTED = (
+    f"a list for each sample of {', '.join(sorted(_MUST))} is wanted; besides them the trainer reads "
+    f"{', '.join(sorted(_MAY))}"
+)
+
+
+# ---- calls of functions of the user's, and the kinds of what they return
+
+
+async def call_hook(
+    name: str, function: Callable[..., Any], *given: Any, samples: Iterable[Sample] = (), **by_name: Any
+) -> Any:
+    """What a function, async or plain, returns.
+
+    Args:
+        name: the option and the function.
+        samples: that the function was given and may have changed.
+
+    Raises:
+        HpcrlError: begins with the name.
+    """
+    with named(name):
+        found = await settled(function(*given, **by_name))
+    check_samples(name, samples)
+    return found
+
+
+def check_samples(name: str, samples: Iterable[Any]) -> None:
+    """Have the samples whole that a function has returned or was given.
+
+    Raises:
+        HpcrlError: says what the function has set.
+    """
+    for sample in samples:
+        if not isinstance(sample, Sample):
+            raise HpcrlError(f"{name} returned {short(sample)}, a sample is wanted")
+        try:
+            sample.check()
+        except BadSample as error:
+            where = f"sample {sample.response_index} of group {sample.group_index}"
+            raise HpcrlError(f"{name} {error} ({where})") from error
+
+
+def is_finished(sample: Sample) -> bool:
+    """Whether it may be trained on, or counted: it has ended and has a reward."""
+    return sample.status in (COMPLETED, TRUNCATED) and sample.graded and sample.response_length > 0
+
+
+def expect(name: str, value: Any, wanted: str, read: Callable[[Any], T]) -> T:
+    """What a function returned, as `read` reads it.
+
+    Raises:
+        HpcrlError: says what is wanted, where `read` raises.
+    """
+    try:
+        return read(value)
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise HpcrlError(f"{name} returned {short(value)}; {wanted}{f': {error}' if str(error) else ''}") from error
+
+
+def floats(values: Iterable[Any]) -> list[float]:
+    """Finite numbers."""
+    found = [float(value) for value in values]
+    if not all(map(math.isfinite, found)):
+        raise ValueError
+    return found
+
+
+def read_metrics(name: str, values: Any, prefix: str = "") -> dict[str, Any]:
+    """Numbers by name, each with this prefix once; None stays.
+
+    Raises:
+        HpcrlError: if they are something else.
+    """
+
+    items = expect(name, values, "names with finite numbers are wanted", lambda row: list(row.items()))
+    found: dict[str, Any] = {}
+    for key, value in items:
+        read = lambda value: None if value is None else floats([value])[0]  # noqa: E731
+        number = expect(f"{name}, metric {key!r},", value, "a finite number is wanted", read)
+        found[f"{prefix}{str(key).removeprefix(prefix)}"] = number
+    return found
+
+
+def plain_json(name: str, value: Any) -> Any:
+    """What JSON makes of a value.
+
+    Raises:
+        HpcrlError: if it makes nothing of it.
+    """
+    return expect(name, value, "JSON is wanted", lambda found: msgspec.json.decode(msgspec.json.encode(found)))
+
+
+# ---- the hooks of a run
 
 
 class FailedHook(Exception):
@@ -84,24 +179,8 @@ class RolloutHooks:
         return f"{option_text(name)} {getattr(self._options, name)}"
 
     async def _call(self, name: str, *given: Any, samples: Sequence[Sample] = ()) -> Any:
-        """What a hook returns.
-
-        Args:
-            samples: that it was given, and may have changed.
-        """
         (function,) = self._own[name]
-        with named(self._shown(name)):
-            found = await settled(function(*given))
-        self._check(name, samples)
-        return found
-
-    def _check(self, name: str, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            try:
-                sample.check()
-            except BadSample as error:
-                shown = f"sample {sample.response_index} of group {sample.group_index}"
-                raise HpcrlError(f"{self._shown(name)} {error} ({shown})") from error
+        return await call_hook(self._shown(name), function, *given, samples=samples)
 
     # ---- a sample
 
@@ -119,7 +198,7 @@ class RolloutHooks:
                 raise FailedHook(f"{shown} returned {short(found)}, a Sample or nothing is wanted")
             if found is not None and found is not sample:
                 who = {name: getattr(sample, name) for name in ("group_index", "response_index", "group_size")}
-                vars(sample).update(vars(found) | who)
+                sample.__dict__ = vars(found) | who
             try:
                 sample.check()
             except BadSample as error:
@@ -146,10 +225,10 @@ class RolloutHooks:
         before = set(metrics)
         given = (self.rollout_id, self._args, samples, metrics, seconds)
         instead = await self._call("custom_rollout_log_function_path", *given, samples=samples)
-        _numbers(metrics, self._shown("custom_rollout_log_function_path"))
+        found = read_metrics(self._shown("custom_rollout_log_function_path"), metrics)
         return {
             name: value
-            for name, value in metrics.items()
+            for name, value in found.items()
             if not (instead and name in before and name.startswith("rollout/"))
         }
 
@@ -170,8 +249,8 @@ class RolloutHooks:
         }
         before = {name: set(row) for name, row in found.items()}
         instead = await self._call("custom_eval_rollout_log_function_path", rollout_id, self._args, data, found)
-        for row in found.values():
-            _numbers(row, self._shown("custom_eval_rollout_log_function_path"))
+        shown = self._shown("custom_eval_rollout_log_function_path")
+        found = {name: read_metrics(shown, row) for name, row in found.items()}
         if not instead:
             return found
         return {
@@ -192,12 +271,12 @@ class RolloutHooks:
         found = await self._call(name, self._args, samples)
         shown = self._shown(name)
         if isinstance(found, Mapping):
-            found = _from_train_data(found, samples, shown)
-        if isinstance(found, list) and all(isinstance(sample, Sample) for sample in found):
-            self._check(name, found)
+            found = expect(shown, found, _WANTED, lambda data: _from_train_data(data, samples))
+        if isinstance(found, list):
+            check_samples(shown, found)
             found = SampleBatch.from_samples(found)
         if not isinstance(found, SampleBatch) or len(found) != len(samples):
-            count = f" of {len(found)}" if isinstance(found, SampleBatch | list) else ""
+            count = f" of {len(found)}" if isinstance(found, SampleBatch) else ""
             raise HpcrlError(
                 f"{shown} returned {type(found).__name__}{count}, train data of {len(samples)} samples is wanted"
             )
@@ -208,17 +287,15 @@ class RolloutHooks:
         if not self.has(name):
             return None
         found = await self._call(name, self._args, samples, samples=samples)
-        try:
-            raw, processed = ([float(value) for value in part] for part in found)
-            if (
-                len(raw) != len(samples)
-                or len(processed) != len(samples)
-                or not all(map(math.isfinite, [*raw, *processed]))
-            ):
+
+        def read(parts: Any) -> tuple[list[float], list[float]]:
+            raw, processed = map(floats, parts)
+            if not len(raw) == len(processed) == len(samples):
                 raise ValueError
-        except (TypeError, ValueError) as error:
-            what = f"two lists of {len(samples)} finite numbers are wanted: raw and processed rewards"
-            raise HpcrlError(f"{self._shown(name)} returned {short(found)}; {what}") from error
+            return raw, processed
+
+        what = f"two lists of {len(samples)} finite numbers are wanted: raw and processed rewards"
+        raw, processed = expect(self._shown(name), found, what, read)
         metrics["rollout/raw_reward"] = sum(raw) / max(len(raw), 1)
         return processed
 
@@ -228,52 +305,25 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
 
 
-def _numbers(row: dict[str, Any], shown: str) -> None:
-    """Make every value a float.
+def _from_train_data(data: Mapping[str, Any], samples: Sequence[Sample]) -> list[Sample]:
+    """Samples of slime's train data: a list under each name, an entry for each sample, in order.
 
     Raises:
-        HpcrlError: if one is not a finite number.
+        ValueError, TypeError: if it is something else.
     """
-    for name, value in row.items():
-        if value is None:
-            continue
-        try:
-            row[name] = float(value)
-        except (TypeError, ValueError):
-            row[name] = math.nan
-        if not isinstance(name, str) or not math.isfinite(row[name]):
-            raise HpcrlError(f"{shown} left metric {name!r} = {short(value)}, which is not a finite number")
-
-
-def _from_train_data(data: Mapping[str, Any], samples: Sequence[Sample], shown: str) -> list[Sample]:
-    """Samples of slime's train data: a list under each name, an entry for each sample, in order."""
-    if strange := sorted(set(data) - set(TRAIN_DATA)):
-        raise HpcrlError(
-            f"{shown} returned {', '.join(map(str, strange))}, which the trainer does not read",
-            f"it reads {', '.join(TRAIN_DATA)}",
+    if wrong := (_MUST - set(data)) | (set(data) - _MUST - _MAY):
+        raise ValueError(", ".join(map(str, wrong)))
+    if wrong := {name for name, part in data.items() if len(part) != len(samples)}:
+        raise ValueError(f"{', '.join(wrong)} of another length than {len(samples)}")
+    rows = (dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True))
+    return [
+        sample.replace(
+            tokens=row["tokens"],
+            response_length=row["response_lengths"],
+            loss_mask=row.get("loss_masks"),
+            rollout_log_probs=row.get("rollout_log_probs", sample.array("rollout_log_probs")),
+            versions=np.full(int(row["response_lengths"]), min(sample.versions, default=0)),
+            reward=float(row["rewards"]),
         )
-    if missing := [name for name, must in TRAIN_DATA.items() if must and name not in data]:
-        raise HpcrlError(f"{shown} returned no {', '.join(missing)}")
-    if wrong := [name for name, part in data.items() if not hasattr(part, "__len__") or len(part) != len(samples)]:
-        raise HpcrlError(f"{shown} returned {wrong[0]} of another length than the {len(samples)} samples")
-    found = []
-    for number, sample in enumerate(samples):
-        try:
-            size = int(data["response_lengths"][number])
-            changes = {
-                name: data[theirs][number]
-                for theirs, name in (("loss_masks", "loss_mask"), ("rollout_log_probs", "rollout_log_probs"))
-                if theirs in data
-            }
-            found.append(
-                sample.replace(
-                    **{"loss_mask": None} | changes,
-                    tokens=data["tokens"][number],
-                    response_length=size,
-                    versions=np.full(size, sample.array("versions").min(initial=2**31 - 1), np.int32),
-                    reward=float(data["rewards"][number]),
-                )
-            )
-        except (TypeError, ValueError, OverflowError) as error:
-            raise HpcrlError(f"{shown} returned train data of sample {number} that cannot be read: {error}") from error
-    return found
+        for sample, row in zip(samples, rows, strict=True)
+    ]

@@ -24,9 +24,10 @@ def struct_of(name: str, without: Collection[str] = (), **options: Any) -> type[
 
 def values_of(sample: Sample, kind: Any) -> Any:
     """A message of `struct_of` with what the sample has."""
-    sample.fold_reward()
-    known = vars(sample) | {"reward": sample.score if sample.graded else None, "attributes": sample.attributes()}
-    return kind(**{name: known[name] for name in kind.__struct_fields__})
+    if isinstance(vars(sample).get("_reward"), dict):
+        sample.fold_reward()
+    known = vars(sample) | {"reward": vars(sample).get("_reward"), "attributes": sample.attributes()}
+    return kind(*[known[name] for name in kind.__struct_fields__])
 
 
 def sample_of(values: Any, **more: Any) -> Sample:
@@ -34,27 +35,25 @@ def sample_of(values: Any, **more: Any) -> Sample:
     fields = msgspec.structs.asdict(values)
     attributes = fields.pop("attributes")
     sample = Sample(**fields, **more)
-    vars(sample).update(attributes)
+    for name, value in attributes.items():
+        setattr(sample, name, value)
     return sample
 
 
 _PackedFields: Any = struct_of("_PackedFields")
 
 
-class _PackedColumn(msgspec.Struct, array_like=True):
-    shape: list[int]
-    data: bytes
-
-
 class PackedSample(msgspec.Struct):
     """A sample as msgspec writes it.
 
     Attributes:
-        columns: those that it has, or none of them.
+        columns: bytes of those that it has, or none of them.
+        shapes: of an entry, of those where it has further dimensions.
     """
 
     fields: _PackedFields
-    columns: dict[str, _PackedColumn]
+    columns: dict[str, bytes]
+    shapes: dict[str, list[int]]
 
 
 def pack(sample: Sample, columns: bool = True) -> PackedSample:
@@ -63,12 +62,14 @@ def pack(sample: Sample, columns: bool = True) -> PackedSample:
     Args:
         columns: whether those are too that have an entry for each token.
     """
-    found = {}
-    for name in COLUMNS if columns else ():
+    found, shapes = {}, {}
+    for name, kind in COLUMNS.items() if columns else ():
         if sample.has(name):
-            column = np.ascontiguousarray(sample.array(name), COLUMNS[name].dtype)
-            found[name] = _PackedColumn(list(column.shape), column.tobytes())
-    return PackedSample(values_of(sample, _PackedFields), found)
+            column = np.ascontiguousarray(sample.array(name), kind.dtype)
+            found[name] = column.tobytes()
+            if kind.dims:
+                shapes[name] = list(column.shape[1:])
+    return PackedSample(values_of(sample, _PackedFields), found, shapes)
 
 
 def unpack(packed: PackedSample) -> Sample:
@@ -77,8 +78,7 @@ def unpack(packed: PackedSample) -> Sample:
     Raises:
         ValueError, KeyError, TypeError: if it is none.
     """
-    columns = {
-        name: np.frombuffer(column.data, COLUMNS[name].dtype).reshape(column.shape).copy()
-        for name, column in packed.columns.items()
-    }
+    columns = {name: np.frombuffer(data, COLUMNS[name].dtype).copy() for name, data in packed.columns.items()}
+    for name, shape in packed.shapes.items():
+        columns[name] = columns[name].reshape(-1, *shape)
     return sample_of(packed.fields, **columns)

@@ -12,22 +12,22 @@ set has.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcrl.config.custom_functions import named, settled, short
+from hpcrl.config.custom_functions import short
 from hpcrl.config.eval_sets import NAME
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.rollout.custom_hooks import call_hook, check_samples, expect, floats, is_finished, read_metrics
 from hpcrl.rollout.engines.completion import pending_sample
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut
 from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.rollout.slime_names.arguments import Arguments
-from hpcrl.sample import BadSample, Sample
-from hpcrl.utils.sample_parts import COMPLETED, PENDING, TRUNCATED
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import PENDING
 
 
 class HeldOutSource:
@@ -109,8 +109,7 @@ class CustomEvaluator:
             HpcrlError: if the function raises, or returns something else than is wanted.
         """
         source = HeldOutSource(self._evaluator, self._sets, version)
-        with named(self._shown):
-            found = await settled(self._function(self._args, rollout_id, source, evaluation=True))
+        found = await call_hook(self._shown, self._function, self._args, rollout_id, source, evaluation=True)
         rows = getattr(found, "data", found)
         if isinstance(rows, list) and len(source.sets) == 1:
             rows = {source.names[0]: rows}
@@ -130,26 +129,26 @@ class CustomEvaluator:
 
     def _read(self, source: HeldOutSource, made: Evaluated, name: str, row: Any) -> None:
         """What was returned of a set: its samples, slime's lists, or numbers."""
+        shown = f"{self._shown}, set {name},"
+        rewards = row.get("rewards") if isinstance(row, Mapping) else None
+        given = expect(shown, rewards, "finite rewards are wanted", floats) if rewards is not None else None
         if isinstance(row, Mapping) and isinstance(row.get("samples"), list):
-            row = self._graded(name, row["samples"], row.get("rewards"))
+            row = _flat(row["samples"])
+            if given is not None and len(given) != len(row):
+                raise HpcrlError(f"{shown} returned {len(given)} rewards for {len(row)} samples")
+            check_samples(shown, row)
+            row = [sample.replace(reward=value) for sample, value in zip(row, given, strict=True)] if given else row
         if isinstance(row, list):
-            made.samples[name] = self._samples(source, name, row)
-        elif isinstance(row, Mapping) and "rewards" in row:
-            made.numbers[name] = self._means(name, row)
+            made.samples[name] = self._samples(source, name, _flat(row))
+        elif given:
+            truncated = expect(shown, row.get("truncated") or [], "finite numbers are wanted", floats)
+            right = float(all(reward in (0, 1) for reward in given))
+            means = {"accuracy": sum(given) / len(given), "n": float(len(given)), "right_or_wrong": right}
+            made.numbers[name] = means | ({"truncated_ratio": sum(truncated) / len(truncated)} if truncated else {})
         else:
-            made.numbers[name] = self._numbers(name, row)
+            made.numbers[name] = read_metrics(shown, row)
             if not made.numbers[name]:
-                raise HpcrlError(f"{self._shown} returned no number of the set {name}")
-
-    def _graded(self, name: str, samples: list[Any], rewards: Any) -> list[Any]:
-        """slime's samples of a set, with the rewards that were returned with them."""
-        if rewards is None:
-            return samples
-        flat = _flat(samples)
-        values = self._floats(name, "rewards", rewards)
-        if len(values) != len(flat) or not all(isinstance(sample, Sample) for sample in flat):
-            raise HpcrlError(f"{self._shown} returned {len(values)} rewards for {len(flat)} samples of the set {name}")
-        return [sample.replace(reward=value) for sample, value in zip(flat, values, strict=True)]
+                raise HpcrlError(f"{shown} returned no number")
 
     def _samples(self, source: HeldOutSource, name: str, row: list[Any]) -> list[Sample]:
         """The samples of a set, one a response, in the order of the file.
@@ -163,19 +162,13 @@ class CustomEvaluator:
                 f"there are {', '.join(source.sets)}",
             )
         held, first = source.sets[name], source.first[name]
+        check_samples(self._shown, row)
         found: dict[tuple[int, int], list[Sample]] = {}
-        for sample in _flat(row):
-            if not isinstance(sample, Sample) or not 0 <= sample.group_index - first < len(held.file):
-                raise HpcrlError(f"{self._shown} returned what is not a sample of the set {name}: {short(sample)}")
-            where = f"sample {sample.response_index} of group {sample.group_index} ({name})"
-            try:
-                sample.check()
-            except BadSample as error:
-                raise HpcrlError(f"{self._shown} {error} ({where})") from error
-            if sample.status not in (COMPLETED, TRUNCATED) or not sample.graded or not sample.response_length:
-                graded = "graded" if sample.graded else "without a reward"
-                state = f"{sample.status}, with {sample.response_length} tokens and {graded}"
-                raise HpcrlError(f"{self._shown} returned {where} {state}: it must be finished")
+        for sample in row:
+            if not 0 <= sample.group_index - first < len(held.file):
+                raise HpcrlError(f"{self._shown} returned what is not a sample of the set {name}: {sample!r}")
+            if not is_finished(sample):
+                raise HpcrlError(f"{self._shown} returned {sample!r} ({name}): it must be finished and graded")
             found.setdefault((sample.group_index - first, sample.response_index), []).append(sample)
         wanted = [(line, index) for line in range(len(held.file)) for index in range(held.eval_set.n_samples)]
         if sorted(found) != wanted:
@@ -188,54 +181,15 @@ class CustomEvaluator:
             raise HpcrlError(f"{self._shown} returned response {twice[1]} of group {first + twice[0]} ({name}) twice")
         return [found[key][0].replace(group_index=key[0]) for key in wanted]
 
-    # ---- numbers
-
-    def _means(self, name: str, row: Mapping[str, Any]) -> dict[str, float]:
-        """Of slime's lists without samples."""
-        rewards = self._floats(name, "rewards", row["rewards"])
-        if not rewards:
-            raise HpcrlError(f"{self._shown} returned no reward of the set {name}")
-        found = {"accuracy": sum(rewards) / len(rewards), "n": float(len(rewards))}
-        found["right_or_wrong"] = float(all(reward in (0, 1) for reward in rewards))
-        if row.get("truncated") is not None:
-            truncated = self._floats(name, "truncated", row["truncated"])
-            found["truncated_ratio"] = sum(truncated) / max(len(truncated), 1)
-        return found
-
-    def _floats(self, name: str, what: str, values: Any) -> list[float]:
-        try:
-            found = [float(value) for value in values]
-            if not all(map(math.isfinite, found)):
-                raise ValueError
-        except (TypeError, ValueError):
-            raise HpcrlError(
-                f"{self._shown} returned {what} of the set {name} that are not finite numbers: {short(values)}"
-            ) from None
-        return found
-
-    def _numbers(self, name: str, row: Any) -> dict[str, float]:
-        try:
-            found = {str(key): float(value) for key, value in row.items()}
-            if not all(map(math.isfinite, found.values())):
-                raise ValueError
-        except (TypeError, ValueError, AttributeError):
-            raise HpcrlError(
-                f"{self._shown} returned {short(row)} of the set {name}, a list of samples or names with finite "
-                "numbers are wanted"
-            ) from None
-        return found
-
     def _add_metrics(self, made: Evaluated, metrics: Any) -> None:
         """slime's metrics, which name the set: "eval/aime/solved"."""
-        if not isinstance(metrics, Mapping):
-            raise HpcrlError(f"{self._shown} returned metrics {short(metrics)}, names with finite numbers are wanted")
-        for name, value in metrics.items():
-            held, _, key = str(name).removeprefix("eval/").partition("/")
+        for name, value in read_metrics(self._shown, metrics).items():
+            held, _, key = name.removeprefix("eval/").partition("/")
             if not key or held not in {*made.samples, *made.numbers}:
                 raise HpcrlError(
                     f"{self._shown} returned the metric {name!r}, SET/NAME of a set that it returned is wanted"
                 )
-            made.numbers.setdefault(held, {}).update(self._numbers(held, {key: value}))
+            made.numbers.setdefault(held, {})[key] = value
 
 
 def _flat(row: Sequence[Any]) -> list[Any]:

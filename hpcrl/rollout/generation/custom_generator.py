@@ -10,22 +10,22 @@ that it was given and did not return are dropped, with a reason; whatever it rai
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrl.config.custom_functions import named, settled, short
+from hpcrl.config.custom_functions import short
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.rollout.custom_hooks import call_hook, check_samples, is_finished, read_metrics
 from hpcrl.rollout.engines.completion import pending_sample
 from hpcrl.rollout.generation.generator import GeneratedRollout
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import ResponseRequest, Sampler
 from hpcrl.rollout.slime_names.arguments import Arguments
-from hpcrl.sample import BadSample, Sample
-from hpcrl.utils.sample_parts import COMPLETED, PENDING, TRUNCATED
+from hpcrl.sample import Sample
+from hpcrl.utils.sample_parts import PENDING
 
 UNUSED = "unused"  #: the reason of groups that the function was given and did not return
 
@@ -99,13 +99,9 @@ class CustomGenerator:
         store = self._store
         consumed = version if consumed is None else consumed
         source = RolloutSource(self._options, self._store, self._sampler, rollout_id, version, consumed)
-        with named(self._shown):
-            found = await settled(self._function(self._args, rollout_id, source, evaluation=False))
-        groups = getattr(found, "samples", found)
-        metrics = getattr(found, "metrics", None) or {}
-        batch = [self._number_of(group) for group in self._whole(groups)]
-        if len(set(batch)) < len(batch):
-            raise HpcrlError(f"{self._shown} returned a group twice")
+        found = await call_hook(self._shown, self._function, self._args, rollout_id, source, evaluation=False)
+        batch = self._taken(getattr(found, "samples", found))
+        numbers = read_metrics(self._shown, getattr(found, "metrics", None) or {}, "rollout/")
         for number in sorted(batch):
             if number in store.ledger.in_flight:
                 await store.write(store.groups[number])
@@ -114,58 +110,40 @@ class CustomGenerator:
         dropped = [sample for number in unused for sample in store.groups[number].all_samples()]
         store.drop(unused, UNUSED)
         rollout, line = store.hand_over(rollout_id, batch, version, consumed)
-        return GeneratedRollout(rollout, self._numbers(metrics), dropped, line)
+        return GeneratedRollout(rollout, numbers, dropped, line)
 
-    def _whole(self, groups: Any) -> list[list[Sample]]:
-        wanted = self._options.rollout_batch_size
+    def _taken(self, groups: Any) -> list[int]:
+        """The numbers of the groups that were returned, whose samples are kept.
+
+        Raises:
+            HpcrlError: unless they are a batch of those that were given, each once and whole.
+        """
+        wanted, each = self._options.rollout_batch_size, self._options.n_samples_per_prompt
         if (
             not isinstance(groups, list)
             or len(groups) != wanted
-            or not all(isinstance(group, list) and group for group in groups)
+            or not all(isinstance(group, list) for group in groups)
         ):
             count = f" of {len(groups)}" if isinstance(groups, list) else ""
             raise HpcrlError(
                 f"{self._shown} returned {type(groups).__name__}{count}, a list of {wanted} groups is wanted"
             )
-        return groups
-
-    def _number_of(self, group: list[Sample]) -> int:
-        """Which group was returned; its samples are kept."""
-        number = getattr(group[0], "group_index", None)
-        given = isinstance(number, int) and number in self._store.held
-        if not given or not all(isinstance(sample, Sample) and sample.group_index == number for sample in group):
-            raise HpcrlError(f"{self._shown} returned a group that is none of those it was given: {short(group)}")
-        found: dict[int, list[Sample]] = {}
-        for sample in group:
-            try:
-                sample.check()
-            except BadSample as error:
-                raise HpcrlError(f"{self._shown} {error} (of group {number})") from error
-            if sample.status not in (COMPLETED, TRUNCATED) or not sample.graded:
-                state = f"{sample.status}, {'graded' if sample.graded else 'without a reward'}"
+        batch: list[int] = []
+        for group in groups:
+            check_samples(self._shown, group)
+            by_index: dict[int, list[Sample]] = {}
+            for sample in group:
+                by_index.setdefault(sample.response_index, []).append(sample)
+            number, *others = {sample.group_index for sample in group} or {-1}
+            if others or number not in self._store.held or number in batch:
                 raise HpcrlError(
-                    f"{self._shown} returned sample {sample.response_index} of group {number} {state}: it must be "
-                    "finished"
+                    f"{self._shown} returned a group that is none of those it was given, or one twice: {short(group)}"
                 )
-            found.setdefault(sample.response_index, []).append(sample)
-        if set(found) != set(range(self._options.n_samples_per_prompt)):
-            has = ", ".join(map(str, sorted(found)))
-            raise HpcrlError(
-                f"{self._shown} returned of group {number} the responses {has}, not all "
-                f"{self._options.n_samples_per_prompt}"
-            )
-        self._store.groups[number].finished = found
-        return number
-
-    def _numbers(self, metrics: Any) -> dict[str, float]:
-        try:
-            if not isinstance(metrics, Mapping):
-                raise TypeError
-            found = {f"rollout/{str(name).removeprefix('rollout/')}": float(value) for name, value in metrics.items()}
-            if not all(map(math.isfinite, found.values())):
-                raise ValueError
-        except (TypeError, ValueError):
-            raise HpcrlError(
-                f"{self._shown} returned metrics {short(metrics)}, names with finite numbers are wanted"
-            ) from None
-        return found
+            if by_index.keys() != set(range(each)):
+                has = ", ".join(map(str, sorted(by_index)))
+                raise HpcrlError(f"{self._shown} returned of group {number} the responses {has}, not all {each}")
+            if waits := next((one for one in group if not is_finished(one)), None):
+                raise HpcrlError(f"{self._shown} returned {waits!r}: it must be finished and graded")
+            self._store.groups[number].finished = by_index
+            batch.append(number)
+        return batch

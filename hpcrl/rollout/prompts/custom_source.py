@@ -13,19 +13,16 @@ option, and the prompt's number.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from hpcrl.config.custom_functions import is_async, named, short
+from hpcrl.config.custom_functions import named
 from hpcrl.config.options import Options
-from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.errors import DataError, HpcrlError
+from hpcrl.rollout.custom_hooks import expect, plain_json, read_metrics
 from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile, ReadOptions
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.rollout.prompts.rows import kind_of_json
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.slime_names.arguments import Arguments
 
@@ -46,21 +43,19 @@ class CustomSource:
             self._tokenizer.need_template(self._tokenizer.template_kwargs)
         with named(self._shown):
             self.own = function(Arguments(options))
-        for name in ("take", "state", "restore"):
-            if not callable(method := getattr(self.own, name, None)):
-                raise UsageError(f"{self._shown} has no method {name}")
-            if is_async(method):
-                raise UsageError(f"{self._shown}.{name} is async", "a plain method is wanted")
         # group -> (the prompt's number, its row), of those that are handed out and not known to be trained or dropped
         self._rows: dict[int, tuple[int, dict[str, Any]]] = {}
         self._next = self._given = self._dropped = 0
         self._types = self._declared()
 
     def _declared(self) -> tuple[str, ...]:
-        found = getattr(self.own, TYPES, ())
-        if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
-            raise UsageError(f"{self._shown}: its {TYPES} is {short(found)}", "a list of names of rewards is wanted")
-        return tuple(name.strip() for name in found)
+        what = "a list of names of rewards is wanted"
+        return expect(
+            f"{self._shown}.{TYPES}",
+            getattr(self.own, TYPES, ()),
+            what,
+            lambda found: tuple(map(str.strip, found)),
+        )
 
     def file(self) -> PromptFile:
         """As a file of unknown length is for code that counts prompts, or loads the rewards that they name.
@@ -123,15 +118,8 @@ class CustomSource:
 
     def _row(self, number: int, row: Any) -> dict[str, Any]:
         """A row as a file would have it: what JSON makes of it."""
-        where = _where(self._shown, number)
-        row = row if isinstance(row, Mapping) else {self._reading.keys.input: row}
-        try:
-            found = msgspec.json.decode(msgspec.json.encode(dict(row)))
-        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise DataError(f"{where}: it is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise DataError(f"{where}: not a JSON object but {kind_of_json(found)}")
-        return found
+        row = dict(row) if isinstance(row, Mapping) else {self._reading.keys.input: row}
+        return plain_json(_where(self._shown, number), row)
 
     def _check_types(self, drawn: Drawn) -> None:
         for name, where in drawn.types.items():
@@ -160,15 +148,7 @@ class CustomSource:
             return found
         with named(f"{self._shown}: metrics()"):
             more = function()
-        try:
-            found |= {f"data/{str(name).removeprefix('data/')}": float(value) for name, value in more.items()}
-            if not all(map(math.isfinite, found.values())):
-                raise ValueError
-        except (TypeError, ValueError, AttributeError):
-            raise HpcrlError(
-                f"{self._shown}: metrics() returned {short(more)}, names with finite numbers are wanted"
-            ) from None
-        return found
+        return found | read_metrics(f"{self._shown}: metrics()", more, "data/")
 
     # ---- across a restart
 
@@ -179,10 +159,7 @@ class CustomSource:
         """
         with named(f"{self._shown}: state()"):
             own = self.own.state()
-        try:
-            own = msgspec.json.decode(msgspec.json.encode(own))
-        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise HpcrlError(f"{self._shown}: state() returned {short(own)}, which is not JSON: {error}") from error
+        own = plain_json(f"{self._shown}: state()", own)
         if alive is not None:
             self._rows = {number: self._rows[number] for number in sorted(alive) if number in self._rows}
         rows = [[number, given, row] for number, (given, row) in sorted(self._rows.items())]

@@ -99,12 +99,12 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
     [
         ("few", "returned list of 3, a list of 4 groups is wanted"),
         ("nothing", "returned NoneType, a list"),
-        ("twice", "returned a group twice"),
-        ("pending", "sample 0 of group 0 pending, graded: it must"),
+        ("twice", "or one twice"),
+        ("pending", "status=pending, response_length=4): it must"),
         ("nan", "the reward to nan"),
         ("missing", "returned of group 0 the responses 1, 2, not all 3"),
         ("strange", "those it was given"),
-        ("metrics", "returned metrics {'a': 'text'}, names with finite numbers"),
+        ("metrics", "metric 'a', returned 'text'"),
         ("raises", "raised AttributeError: 'Sample' object"),
     ],
 )
