@@ -42,8 +42,8 @@ from tests.support.runs import KEPT, NO_AGENT, POLICY, Run, make_task, recipe, r
 
 RANK = """
 import os, sys
-from hpcrl.trainer.cpu import cpu_shim
-cpu_shim.install()
+from hpcrl.trainer.megatron import replaced
+replaced.install()
 import megatron.core.dist_checkpointing, megatron.core.models.gpt, megatron.core.optimizer
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -56,8 +56,8 @@ dist.destroy_process_group()
 #: two ranks, of which one raises as soon as it is told; the process group that they make then has another port
 INPROCESS = """
 import datetime, os, sys, time
-from hpcrl.trainer.cpu import cpu_shim
-cpu_shim.install()
+from hpcrl.trainer.megatron import replaced
+replaced.install()
 import megatron.core.dist_checkpointing, megatron.core.models.gpt, megatron.core.optimizer
 import torch.distributed as dist
 from nvidia_resiliency_ext import inprocess

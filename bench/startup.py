@@ -35,8 +35,8 @@ from tests.support.runs import POLICY, Run, make_task, recipe  # noqa: E402
 
 RANK = """
 import os, sys
-from hpcrl.trainer.cpu import cpu_shim
-cpu_shim.install()
+from hpcrl.trainer.megatron import replaced
+replaced.install()
 import megatron.core.dist_checkpointing, megatron.core.models.gpt, megatron.core.optimizer
 import torch.distributed as dist
 dist.init_process_group("nccl" if __import__("torch").cuda.is_available() else "gloo")

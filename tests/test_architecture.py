@@ -197,6 +197,14 @@ def test_mpirun_is_named_by_choosers() -> None:
                 assert name in CHOOSERS, f"{path}:{line}: names {module}"
 
 
+def test_one_file_chooses_code_of_cpus() -> None:
+    """Ranks with CUDA import nothing of trainer/cpu, at the top of a file or later."""
+    for path in FILES:
+        if path.parent != ROOT / "trainer/cpu" and path.name != "replaced.py":
+            for line, module, _ in imports(path):
+                assert not module.startswith("hpcrl.trainer.cpu"), f"{path}:{line}: imports {module}"
+
+
 def test_only_launch_slurm_speaks_slurm() -> None:
     """In code: comments and docstrings may tell of Slurm by way of example."""
     for path in FILES:

@@ -1,5 +1,5 @@
 """Small collectives of trainer ranks: a decision, an error or a few bytes of one rank known to all, and the gathering
-and reduce-scattering of pieces of unequal length, which gloo refuses.
+of pieces of unequal length, which gloo refuses.
 
 Invariants: bytes travel as uint8 tensors, nothing is pickled; results and the order of sums are the same on every rank.
 """
@@ -203,16 +203,3 @@ def gather_uneven(piece: torch.Tensor, group: Any, sizes: Sequence[int]) -> torc
     found = piece.new_empty(longest * len(sizes), *piece.shape[1:])
     dist.all_gather_into_tensor(found, padded.contiguous(), group=group)
     return torch.cat([rows[:size] for rows, size in zip(found.split(longest), sizes, strict=True)])
-
-
-def reduce_scatter_uneven(whole: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
-    """The sum over ranks of their `whole`'s rows that belong to this rank.
-
-    Args:
-        sizes: rows of each rank.
-    """
-    mine = sizes[group.rank()]
-    ranks = len(sizes)
-    found = whole.new_empty(mine * ranks, *whole.shape[1:])
-    dist.all_to_all_single(found, whole.contiguous(), [mine] * ranks, list(sizes), group=group)
-    return found.view(ranks, mine, *whole.shape[1:]).sum(0)

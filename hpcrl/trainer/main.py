@@ -35,9 +35,9 @@ def work(context: RoleContext, rank: int) -> int:
 
     def body() -> None:
         with without_collection():
-            from hpcrl.trainer.cpu import cpu_shim
+            from hpcrl.trainer.megatron import replaced
 
-            cpu_shim.install()
+            replaced.install()
         timeline = trainer_timeline(context.rundir, context.plan, rank)
         from hpcrl.trainer.rank import TrainerRank
         from hpcrl.trainer.training_loop import train_policy

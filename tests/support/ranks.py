@@ -142,9 +142,9 @@ def _serve() -> None:
 
         fake_device.install()
     else:
-        from hpcrl.trainer.cpu import cpu_shim
+        from hpcrl.trainer.megatron import replaced
 
-        cpu_shim.install()
+        replaced.install()
     for module in ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load"):
         importlib.import_module(f"hpcrl.trainer.{module}")
     while True:

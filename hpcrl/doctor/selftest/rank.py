@@ -64,9 +64,9 @@ def device_alone() -> torch.device:
     from hpcrl.trainer.parallel_state import cuda_is_there
 
     if importlib.util.find_spec("megatron") is not None:
-        from hpcrl.trainer.cpu import cpu_shim
+        from hpcrl.trainer.megatron import replaced
 
-        cpu_shim.install()
+        replaced.install()
     if cuda_is_there(os.environ.get("CUDA_VISIBLE_DEVICES")):
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)

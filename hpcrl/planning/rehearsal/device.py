@@ -9,7 +9,7 @@
         return device.syncs                      # what waited for the device, or copied from or to pageable memory
 
 torch's hook for devices that are written in Python, FakeTensorMode and its fake process group; Megatron's "cuda" is
-this device (`cpu_shim.install`).  Tensors of the device have shape, strides, storage and no content, and so have large
+this device (`replaced.install`).  Tensors of the device have shape, strides, storage and no content, and so have large
 ones of the CPU; its others are real.  Which is why bytes can be counted (`live_bytes`): the device's mode sees every
 operation with its arguments and results, whose `untyped_storage()` says how large they are and (`_cdata`) whether two
 share memory.  `device.is_pinned(tensor)` knows pinned host memory.
@@ -23,7 +23,6 @@ one at all, `synchronize()` of a stream, an event or the device; each with the i
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import sys
@@ -59,8 +58,6 @@ from hpcrl.planning.rehearsal.shape_cache import ShapeCache
 
 LARGE = 1 << 20  #: elements of host memory from which on it has no content either
 PACKAGES = ("hpcrl", "megatron")  #: whose lines are named
-#: modules of Megatron with "cuda" where a CPU never comes: a table for --moe-permute-fusion, a tensor for --nccl-ub
-ON_CUDA_ALONE = ("megatron.core.transformer.moe.token_dispatcher", "megatron.core.distributed.param_and_grad_buffer")
 aten = torch.ops.aten
 prim = torch.ops.prim
 CPU = torch.device("cpu")
@@ -90,14 +87,12 @@ def install() -> None:
     """Make the device, once in a process and before anything imports Megatron."""
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.megatron import replaced
 
     module = _DummyBackendModule()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
     _setup_privateuseone_for_python_backend(NAME, module)
-    cpu_shim.install(NAME)
-    for module in ON_CUDA_ALONE:
-        cpu_shim._retarget(importlib.import_module(module), cpu_shim.literals(NAME))
+    replaced.install(NAME)
     dist.Backend.backend_capability[BACKEND].append(NAME)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor and copies it
 

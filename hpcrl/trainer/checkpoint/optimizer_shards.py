@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from hpcrl.errors import HpcrlError
+from hpcrl.trainer.megatron.replaced import STOCK
 
 STEP = "step"  #: Megatron keeps it with the groups of parameters
 Box = tuple[tuple[int, ...], tuple[int, ...]]  #: offsets, sizes
@@ -34,8 +35,6 @@ def param_state(
     optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]] | None:
     """Of each of this rank's parameters and states the rectangles, which hold what is there or, to load, take it in.
-
-    Stands for DistributedOptimizer.sharded_param_state_fully_reshardable (cpu_shim.py).
 
     Args:
         optimizer: a DistributedOptimizer.
@@ -60,8 +59,6 @@ def param_state(
 @torch.no_grad()
 def load_into_optimizer(optimizer: Any, loaded: dict[int, dict[str, dict[int, torch.Tensor]]] | None) -> None:
     """Let the optimizer have what was loaded.
-
-    Stands for DistributedOptimizer.load_parameter_state_from_fully_reshardable (cpu_shim.py).
 
     Args:
         loaded: what `param_state` asked for. Most of it is where it belongs already: that is set once more, without a
@@ -199,3 +196,63 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
         for offsets, sizes in boxes(shape[1:], inside, stop - at * row):
             yield (at, *offsets), (1, *sizes)
         begin = stop
+
+
+# ---- torch's Adam, which Megatron's optimizers have without Transformer Engine and Apex
+
+
+def set_states(optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    """As Megatron's own of that name, which wants every key of the state; the loader leaves `step` out."""
+    group, order = optimizer.model_param_group_index_map[model_param]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+    step = {"step": state["step"]} if "step" in state else {}
+    STOCK["_set_main_param_and_optimizer_states"](optimizer, model_param, tensors | step)
+
+
+NO_PARAMETER = "no parameter"  #: in place of one, in the state of an Adam that has none
+
+
+def _torch_adams(optimizer: Any) -> Iterator[Any]:
+    """The torch Adam(W) optimizers inside a Megatron optimizer; of one that is on the CPU, those in it.
+
+    None of one that is partly there and partly on the GPU, where it is not torch's: Megatron fills that one itself.
+    """
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(leaf.optimizer, "sub_optimizers", [leaf.optimizer])
+        if all(isinstance(one, torch.optim.Adam) for one in inner):
+            yield from inner
+
+
+def before_load(optimizer: Any) -> None:
+    """Fill empty Adam states; call it before `sharded_state_dict(..., is_loading=True)`, which asserts that all have a
+    step.
+
+    So it does of an Adam without parameters, such as the experts' in a pipeline stage whose layers are all dense: that
+    one gets the step of the rank's others, without a tensor.
+    """
+    adams = list(_torch_adams(optimizer))
+    for adam in adams:
+        for group in adam.param_groups:
+            for param in group["params"]:
+                if not adam.state[param]:
+                    zeros = {key: torch.zeros_like(param.data) for key in ("exp_avg", "exp_avg_sq")}
+                    adam.state[param] = {"step": torch.tensor(0.0), **zeros}
+    filled = [any(group["params"] for group in adam.param_groups) for adam in adams]
+    steps = [state["step"] for adam, full in zip(adams, filled, strict=True) if full for state in adam.state.values()]
+    for adam, full in zip(adams, filled, strict=True):
+        if not full:
+            adam.state[NO_PARAMETER] = {"step": steps[0].clone() if steps else torch.tensor(0.0)}
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if adams and hasattr(leaf.optimizer, "sub_optimizers"):
+            leaf.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def after_load(optimizer: Any) -> None:
+    """Give each parameter its own step tensor; call it after `load_state_dict`.
+
+    The stock loader gives one tensor to all parameters, AdamW counts it up once for each, and its bias correction is
+    silently wrong.
+    """
+    for adam in _torch_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = state["step"].clone()

@@ -43,7 +43,6 @@ from hpcrl.run.rundir import CHOSEN, TRACKER, flush, write_atomic
 from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
 from hpcrl.trainer.checkpoint.whole import RECORD, check, manifest, open_stored, saved_by
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
-from hpcrl.trainer.cpu import cpu_shim
 from hpcrl.trainer.lora.saved import ADAPTER, adapter_record, check_same_adapter, refuse_adapter, trained_tensors
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
 from hpcrl.trainer.parallel_state import Ranks
@@ -255,7 +254,7 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
         DataError: as `load_checkpoint`.
     """
     policy = policy.trained
-    cpu_shim.before_load(policy.optimizer)
+    optimizer_shards.before_load(policy.optimizer)
     stored = open_stored(path, ranks)
     request = everything(policy, ranks, Position(), loading=True)
     if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
@@ -268,7 +267,7 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
     _fill(policy, state)
     state = {name: part for name, part in state.items() if not name.startswith("model")}  # which takes memory again
     policy.optimizer.load_state_dict(contents.as_chained(state["optimizer"], optimizer))
-    cpu_shim.after_load(policy.optimizer)
+    optimizer_shards.after_load(policy.optimizer)
     policy.scheduler.load_state_dict(state["opt_param_scheduler"])
     if "rng_state" in request:
         contents.restore_rng(state["rng_state"][0])
@@ -350,7 +349,7 @@ def writable(directory: Path) -> None:
 def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: bool = False) -> dict[str, Any]:
     """Model, optimizer, schedule and RNG, under Megatron-LM's keys; collective."""
     policy = policy.trained
-    cpu_shim.before_load(policy.optimizer)  # before the first step there is no state to save
+    optimizer_shards.before_load(policy.optimizer)  # before the first step there is no state to save
     optimizer_shards.fill_states(policy.optimizer, loading)
     model = weights(policy)
     optimizer = policy.optimizer.sharded_state_dict(

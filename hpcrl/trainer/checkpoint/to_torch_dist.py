@@ -54,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     options = read_options(argv, world)
     store = alone() if "RANK" not in os.environ else None
-    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.megatron import replaced
 
-    cpu_shim.install()
+    replaced.install()
     from hpcrl.trainer import parallel_state
 
     ranks = parallel_state.initialize(options, store)

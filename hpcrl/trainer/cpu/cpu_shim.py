@@ -1,32 +1,27 @@
-"""Megatron-core on CPU tensors and gloo, and its checkpoints with torch's own AdamW.
+"""Megatron-core on CPU tensors and gloo.
 
-Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
-"cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` is the first thing a rank process calls.  Where
-there is no CUDA it puts the CPU in its place, or in tests a device that knows shapes alone
-(hpcrl/planning/rehearsal/device.py).
+Megatron-core (0.16 to 0.20) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
+"cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` puts the CPU in the place of CUDA, or in tests
+a device that knows shapes alone (hpcrl/planning/rehearsal/device.py).
 
-Invariants: where CUDA is present nothing of torch is replaced, and of Megatron's computing alone what would wait for
-the device in every layer or with every message: the rotary embedding of packed sequences
-(trainer/megatron/packed_rope.py), the table of experts of rows that DeepEP brought (trainer/megatron/expert_table.py),
-shapes that pipeline stages exchange (trainer/megatron/pipeline_shapes.py); every replacement says what breaks without
-it; no other module of hpcrl replaces anything in a third-party package of the trainer.
+Invariants: only `hpcrl/trainer/megatron/replaced.py` calls it, where there is no CUDA; every replacement says what
+breaks without it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import logging
 import os
-import queue
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpcrl.errors import HpcrlError
+import torch
+import torch.distributed as dist
 
 CPU = "cpu"
 
@@ -50,70 +45,26 @@ RETARGET = (
     "megatron.core.dist_checkpointing.exchange_utils",  # tensors exchanged on load
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",  # the plan's metadata
 )
+#: more of them, where a CPU never comes: a table for --moe-permute-fusion, a tensor for --nccl-ub
+ON_CUDA_ALONE = ("megatron.core.transformer.moe.token_dispatcher", "megatron.core.distributed.param_and_grad_buffer")
 
-_done: list[bool] = []  # filled by the first install() of the process
 
-
-def install(device: str = CPU) -> None:
-    """Make this process ready for Megatron: call it before anything imports megatron.core. A second call does nothing.
+def install(device: str) -> None:
+    """Put a device in the place of CUDA, before anything imports megatron.core.
 
     Args:
-        device: the type of device that takes the place of CUDA where there is none.
-
-    Raises:
-        HpcrlError: if psutil is missing: Megatron does not declare it, and a checkpoint save would hang for ever.
+        device: its type.
     """
-    if importlib.util.find_spec("psutil") is None:
-        raise HpcrlError("psutil is not installed", "pip install psutil: Megatron's checkpoints need it")
-    import torch
-
-    if _done:
-        return
-    _done.append(True)
-    _quiet()
-    if not torch.cuda.is_available():
-        _quiet_on_cpu()
-        # Megatron's jit_fuser is torch.compile: on a CPU it would start a C++ compiler for functions of a few lines.
-        # To be set before torch._dynamo is imported, which the lines above do not do.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        _torch_cuda_is(device)
-        _megatron_on(device)
-        if device == CPU:
-            _megatron_on_cpu()
-    _without_waits()
-    _router_repair()
-    _latent_repair()
-    _checkpoint_repairs()
-
-
-def _quiet() -> None:
-    """Silence Megatron's messages that every rank prints and no user can act upon."""
-    warnings.filterwarnings(
-        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
-    )  # Megatron's collectives
-    warnings.filterwarnings("ignore", r"`load_state_dict` is deprecated", FutureWarning)  # its way to load a checkpoint
-    warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # torch, of what Megatron saves
-    warnings.filterwarnings(
-        "ignore", "If you are using transformer_engine as the transformer impl", UserWarning
-    )  # recompute
-    warnings.filterwarnings(
-        "ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning
-    )  # its zero_grad
-    warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
-    warnings.filterwarnings(
-        "ignore", "moe_enable_deepep is deprecated", UserWarning
-    )  # slime's scripts and recipes have it
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
-    saving = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
-    saving.addFilter(
-        lambda record: "async save is deprecated" not in record.getMessage()
-    )  # the other is not part of Megatron
-
-
-def _quiet_on_cpu() -> None:
-    """Advice on CUDA streams, which `torchrun.prepare_environment` follows where there are any."""
+    # advice on CUDA streams, which `torchrun.prepare_environment` follows where there are any
     warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)
     warnings.filterwarnings("ignore", "When using async grad allreduce it is recommended", UserWarning)
+    # Megatron's jit_fuser is torch.compile: on a CPU it would start a C++ compiler for functions of a few lines.
+    # To be set before torch._dynamo is imported, which the lines above do not do.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _torch_cuda_is(device)
+    _megatron_on(device)
+    if device == CPU:
+        _megatron_on_cpu()
 
 
 # ---- torch.cuda
@@ -144,8 +95,6 @@ def _torch_cuda_is(device: str) -> None:
 
     Each name gets a separate function object: torch._dynamo refuses one object under two torch.cuda names.
     """
-    import torch
-
     cuda = torch.cuda
     current = torch.device(CPU) if device == CPU else torch.device(device, 0)
     nothing = _Nothing()
@@ -167,11 +116,9 @@ def _torch_cuda_is(device: str) -> None:
 
 def _megatron_on(device: str) -> None:
     """Retarget the literals, and give the generator of the CPU where Megatron wants that of a GPU."""
-    import torch
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": we know
-        for name in RETARGET:
+        for name in (*RETARGET, *(ON_CUDA_ALONE if device != CPU else ())):
             _retarget(importlib.import_module(name), literals(device))
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")  # warns too
         rng = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -185,8 +132,7 @@ def _megatron_on(device: str) -> None:
 
 def _megatron_on_cpu() -> None:
     """Replace the functions that have no CPU meaning, or that gloo cannot do."""
-    from hpcrl.trainer import collectives
-    from hpcrl.trainer.megatron import packed_rope
+    from hpcrl.trainer.collectives import gather_uneven
 
     moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -199,13 +145,13 @@ def _megatron_on_cpu() -> None:
     moe.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
     # gloo refuses pieces of unequal length, which the dispatcher exchanges where several ranks share an expert.
-    mappings._gather_along_first_dim = _unless_equal(mappings._gather_along_first_dim, collectives.gather_uneven)
+    mappings._gather_along_first_dim = _unless_equal(mappings._gather_along_first_dim, gather_uneven)
     scatter = mappings._reduce_scatter_along_first_dim
-    mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, collectives.reduce_scatter_uneven)
+    mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, reduce_scatter_uneven)
 
     # The stock function pins memory, which needs CUDA.
     for module in (rope, embedding, yarn):
-        module.get_pos_emb_on_this_cp_rank = packed_rope.rotary_table_of_cp_rank  # type: ignore[attr-defined]
+        module.get_pos_emb_on_this_cp_rank = rotary_table_of_cp_rank  # type: ignore[attr-defined]
 
 
 def _unless_equal(stock: Callable[..., Any], unequal: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,116 +196,25 @@ def _swap(constant: Any, words: dict[str, str]) -> Any:
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """maybe_move_tensor_to_cpu for tensors that are there already."""
-    import torch
-
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-# ---- with CUDA too
+def reduce_scatter_uneven(whole: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
+    """The sum over ranks of their `whole`'s rows that belong to this rank.
 
-
-def _without_waits() -> None:
-    """Put what asks nothing of the device in place of what holds the host in every layer, or with every message."""
-    from hpcrl.trainer.megatron import expert_table, packed_rope, pipeline_shapes
-
-    packed_rope.install()
-    expert_table.install()
-    pipeline_shapes.install()
-
-
-def _router_repair() -> None:
-    """Up to 0.16 the router names te_general_gemm whether or not Transformer Engine is there: NameError in every MoE
-    forward."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe, "te_general_gemm"):
-        moe.te_general_gemm = None
-
-
-def _latent_repair() -> None:
-    """0.16 takes Transformer Engine for installed wherever its wrappers can be imported, and asks each projection
-    whether it is of a class that is none: TypeError in every layer of multi-head latent attention."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    if not isinstance(getattr(latent, "TELinear", None), type):
-        latent.HAVE_TE = False
-
-
-# ---- checkpoints of Megatron's optimizers whose Adam is torch.optim.AdamW (no Transformer Engine, no apex)
-
-
-def _checkpoint_repairs() -> None:
-    """Repairs that also hold with CUDA."""
-    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    shards = importlib.import_module("hpcrl.trainer.checkpoint.optimizer_shards")
-    # Megatron gathers the state of all data-parallel ranks on the first of them, in host memory; to load it, on each.
-    optimizer.sharded_param_state_fully_reshardable = shards.param_state
-    optimizer.load_parameter_state_from_fully_reshardable = shards.load_into_optimizer
-    stock = optimizer._set_main_param_and_optimizer_states
-
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # The loader leaves `step` out, the setter wants every key of torch AdamW's state: KeyError 'step'.
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        stock(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
-
-    optimizer._set_main_param_and_optimizer_states = set_states
-    # The writer's result queue comes from a spawned Manager process: 2 s on the first save of each rank, a re-import of
-    # __main__, and an orphan when the rank is killed.  Our saves are synchronous: a queue of this process will do.
-    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    writer._results_queue = queue.Queue()
-
-
-NO_PARAMETER = "no parameter"  #: in place of one, in the state of an Adam that has none
-
-
-def _torch_adams(optimizer: Any) -> Iterator[Any]:
-    """The torch Adam(W) optimizers inside a Megatron optimizer; of one that is on the CPU, those in it.
-
-    None of one that is partly there and partly on the GPU, where it is not torch's: Megatron fills that one itself.
+    Args:
+        sizes: rows of each rank.
     """
-    import torch
-
-    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(leaf.optimizer, "sub_optimizers", [leaf.optimizer])
-        if all(isinstance(one, torch.optim.Adam) for one in inner):
-            yield from inner
-
-
-def before_load(optimizer: Any) -> None:
-    """Fill empty Adam states; call it before `sharded_state_dict(..., is_loading=True)`, which asserts that all have a
-    step.
-
-    So it does of an Adam without parameters, such as the experts' in a pipeline stage whose layers are all dense: that
-    one gets the step of the rank's others, without a tensor.
-    """
-    import torch
-
-    adams = list(_torch_adams(optimizer))
-    for adam in adams:
-        for group in adam.param_groups:
-            for param in group["params"]:
-                if not adam.state[param]:
-                    zeros = {key: torch.zeros_like(param.data) for key in ("exp_avg", "exp_avg_sq")}
-                    adam.state[param] = {"step": torch.tensor(0.0), **zeros}
-    filled = [any(group["params"] for group in adam.param_groups) for adam in adams]
-    steps = [state["step"] for adam, full in zip(adams, filled, strict=True) if full for state in adam.state.values()]
-    for adam, full in zip(adams, filled, strict=True):
-        if not full:
-            adam.state[NO_PARAMETER] = {"step": steps[0].clone() if steps else torch.tensor(0.0)}
-    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if adams and hasattr(leaf.optimizer, "sub_optimizers"):
-            leaf.optimizer._sync_sub_optimizers_state_to_hdo()
+    mine = sizes[group.rank()]
+    ranks = len(sizes)
+    found = whole.new_empty(mine * ranks, *whole.shape[1:])
+    dist.all_to_all_single(found, whole.contiguous(), [mine] * ranks, list(sizes), group=group)
+    return found.view(ranks, mine, *whole.shape[1:]).sum(0)
 
 
-def after_load(optimizer: Any) -> None:
-    """Give each parameter its own step tensor; call it after `load_state_dict`.
-
-    The stock loader gives one tensor to all parameters, AdamW counts it up once for each, and its bias correction is
-    silently wrong.
-    """
-    for adam in _torch_adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
+def rotary_table_of_cp_rank(table: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """The two zig-zag chunks of a rotary table along `dim` that this context-parallel rank holds."""
+    size = group.size()
+    rank = group.rank()
+    chunks = table.chunk(2 * size, dim)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)

@@ -9,7 +9,6 @@ Invariants: values and gradients are Megatron's; nothing is asked of the device.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -17,12 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 #: boundaries -> {(CP ranks, this one): the position of every row}: all layers of a micro-batch have the same boundaries
 _positions: Any = WeakTensorKeyDictionary()
-
-
-def install() -> None:
-    """Let Megatron call `rotate_packed` for packed sequences."""
-    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    rope._apply_rotary_pos_emb_thd = rotate_packed
 
 
 def positions(bounds: torch.Tensor, rows: int, cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
@@ -83,11 +76,3 @@ def rotate_packed(
         other = rotated.roll(half, -1)
     rotated = rotated * cos[rows] + other * sin[rows]
     return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
-
-
-def rotary_table_of_cp_rank(table: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """The two zig-zag chunks of a rotary table along `dim` that this context-parallel rank holds."""
-    size = group.size()
-    rank = group.rank()
-    chunks = table.chunk(2 * size, dim)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)

@@ -11,18 +11,17 @@ Megatron's.
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hpcrl.errors import HpcrlError
+from hpcrl.trainer.megatron.replaced import STOCK
 
 Shape = list[int]
-_stock: list[Callable[..., Any]] = []  # Megatron's own, once it is replaced
 _passes: list[PassShapes] = []  # that under way, if its shapes are known
 
 
@@ -45,14 +44,6 @@ class PassShapes:
                 f"a pipeline stage sends {list(sent.shape)} where the next one expects {expected}",
                 "--custom-model-provider-path must give activations of [rows, 1, hidden size]",
             )
-
-
-def install() -> None:
-    """Let Megatron's communicator of pipeline stages call `communicate_shapes`."""
-    communicator = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication").P2PCommunicator
-    if communicator._communicate_shapes is not communicate_shapes:
-        _stock.append(communicator._communicate_shapes)
-        communicator._communicate_shapes = communicate_shapes
 
 
 @contextmanager
@@ -80,7 +71,7 @@ def communicate_shapes(
     """Shapes of the activation that comes from the previous stage and the gradient that comes from the next; of what
     does not come, Megatron's own answer."""
     if not _passes:
-        return _stock[0](communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        return STOCK["_communicate_shapes"](communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
     shapes = _passes[-1]
     shapes.check("to next", tensor_send_next)
     shapes.check("to previous", tensor_send_prev)

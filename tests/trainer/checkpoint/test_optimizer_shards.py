@@ -89,12 +89,12 @@ def _built(opts: Options, ranks: Any = None) -> Any:
 
 
 def _filled(opts: Options, ranks: Any = None) -> Any:
-    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.checkpoint import optimizer_shards
 
     policy = _built(opts, ranks)
-    cpu_shim.before_load(policy.optimizer)
+    optimizer_shards.before_load(policy.optimizer)
     torch.manual_seed(policy.ranks.rank)
-    for adam in cpu_shim._torch_adams(policy.optimizer):
+    for adam in optimizer_shards._torch_adams(policy.optimizer):
         for parameter, state in adam.state.items():
             for tensor in (parameter, *state.values()) if torch.is_tensor(parameter) else ():
                 if tensor.numel() > 1:

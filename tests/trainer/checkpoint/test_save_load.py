@@ -195,14 +195,17 @@ def test_parameters_count_their_own_steps(models: dict[str, Path], saved: dict[s
 
 def steps_after_loading(opts: Options, directory: Path) -> set[float]:
     from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.checkpoint import save_load
-    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.checkpoint import optimizer_shards, save_load
     from hpcrl.trainer.megatron import model
 
     policy = model.build(opts, parallel_state.initialize(opts))
     save_load.load_checkpoint(policy, policy.ranks, save_load.latest(directory), "run")
     losses(policy, opts, 2)
-    return {float(state["step"]) for adam in cpu_shim._torch_adams(policy.optimizer) for state in adam.state.values()}
+    return {
+        float(state["step"])
+        for adam in optimizer_shards._torch_adams(policy.optimizer)
+        for state in adam.state.values()
+    }
 
 
 # ---- other readers

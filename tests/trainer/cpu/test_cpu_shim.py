@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 import warnings
@@ -15,68 +16,78 @@ import torch
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.trainer.cpu import cpu_shim
-from hpcrl.trainer.megatron import packed_rope, thd
+from hpcrl.trainer.megatron import packed_rope, replaced, thd
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
 
 
 def test_missing_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing psutil is an error before anything hangs."""
-    monkeypatch.setattr(cpu_shim.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(replaced.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(HpcrlError, match="pip install psutil"):
-        cpu_shim.install()
+        replaced.install()
 
 
 def test_nothing_of_torch_is_touched_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cpu_shim, "_done", [])
-    monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
-    monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
-    monkeypatch.setattr(cpu_shim, "_megatron_on", lambda _: pytest.fail("Megatron was changed"))
+    monkeypatch.setattr(replaced, "_done", [])
+    monkeypatch.setattr(replaced, "REPLACED", {})
+    monkeypatch.setattr(replaced, "_repair", lambda: None)
+    monkeypatch.setattr(cpu_shim, "install", lambda _: pytest.fail("Megatron was changed"))
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "manual_seed")}
-    cpu_shim.install()
+    replaced.install()
     assert {name: getattr(torch.cuda, name) for name in before} == before
+
+
+ON_A_GPU = """
+import sys
+import torch
+torch.cuda.is_available = lambda: True
+from hpcrl.trainer.megatron import replaced
+replaced.install()
+import hpcrl.trainer.training_loop
+print([name for name in sys.modules if name.startswith("hpcrl.trainer.cpu")])
+"""
+
+
+@pytest.mark.process
+def test_a_gpu_needs_no_code_of_cpus() -> None:
+    """The trainer of a rank with CUDA imports nothing of trainer/cpu."""
+    said = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=120, check=False)
+    assert said.returncode == 0 and said.stdout.splitlines()[-1] == "[]", said.stderr
 
 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_router_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
     """The router finds its name without Transformer Engine."""
     router: Any = types.ModuleType("moe_utils")
-    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_utils", router)
+    other: Any = types.ModuleType("other")
+    monkeypatch.setattr(replaced, "_import", lambda name: router if name.endswith("moe_utils") else other)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    for name in (
-        "_quiet",
-        "_quiet_on_cpu",
-        "_torch_cuda_is",
-        "_megatron_on",
-        "_megatron_on_cpu",
-        "_without_waits",
-        "_checkpoint_repairs",
-    ):
-        monkeypatch.setattr(cpu_shim, name, lambda *_: None)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(cpu_shim, "install", lambda _: None)
+    monkeypatch.setattr(replaced, "_quiet", lambda: None)
+    monkeypatch.setattr(replaced, "REPLACED", {})
     for there in (None, "Transformer Engine's"):
-        monkeypatch.setattr(cpu_shim, "_done", [])
+        monkeypatch.setattr(replaced, "_done", [])
         if there:
             router.te_general_gemm = there
-        cpu_shim.install()
+        replaced.install()
         assert router.te_general_gemm is there
 
 
 def test_stream_advice_needs_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_DEVICE_MAX_CONNECTIONS: Megatron warns when it is not as it wants it."""
-    monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
-    monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
-    monkeypatch.setattr(cpu_shim, "_without_waits", lambda: None)
+    monkeypatch.setattr(replaced, "REPLACED", {})
+    monkeypatch.setattr(replaced, "_repair", lambda: None)
     for name in ("_torch_cuda_is", "_megatron_on", "_megatron_on_cpu"):
         monkeypatch.setattr(cpu_shim, name, lambda *_: None)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     for cuda in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        monkeypatch.setattr(cpu_shim, "_done", [])
+        monkeypatch.setattr(replaced, "_done", [])
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            cpu_shim.install()
+            replaced.install()
             warnings.warn("When using sequence parallelism it is recommended to set ...", UserWarning, stacklevel=1)
         assert len(heard) == cuda
 
@@ -145,20 +156,21 @@ def test_attention_is_not_told_of_padding() -> None:
 def adam_after_load(directory: str, hint: bool) -> list[float]:
     """How often Adam thinks that it has stepped, per parameter, after a load and one more step."""
     from hpcrl.trainer import parallel_state
+    from hpcrl.trainer.checkpoint import optimizer_shards
     from hpcrl.trainer.megatron import hf_weights, model
 
     opts = Options(hf_checkpoint=directory, bf16=False, actor_num_gpus_per_node=1, lr=1e-3)
     policy = model.build(opts, parallel_state.initialize(opts))
     hf_weights.load_hf(policy, directory)
-    cpu_shim.before_load(policy.optimizer)
-    adam = next(cpu_shim._torch_adams(policy.optimizer))
+    optimizer_shards.before_load(policy.optimizer)
+    adam = next(optimizer_shards._torch_adams(policy.optimizer))
     params = [p for group in adam.param_groups for p in group["params"]]
     assert all({"step", "exp_avg", "exp_avg_sq"} <= adam.state[p].keys() for p in params)
     one = torch.tensor(5.0)
     for p in params:
         adam.state[p]["step"] = one  # what Megatron's loader leaves
     if hint:
-        cpu_shim.after_load(policy.optimizer)
+        optimizer_shards.after_load(policy.optimizer)
     policy.model.zero_grad_buffer()
     policy.optimizer.step()
     return [float(adam.state[p]["step"]) for p in params]

@@ -16,9 +16,9 @@ EXPERTS = 5
 
 def megatrons() -> Any:
     """The class as Megatron-core has it, from its own file once more."""
-    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.megatron import replaced
 
-    cpu_shim.install()
+    replaced.install()
     spec = importlib.util.find_spec("megatron.core.transformer.moe.token_dispatcher")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,7 +30,7 @@ def test_table_of_experts_is_megatrons(dtype: torch.dtype) -> None:
     """Of rows with none, some or all of their choices on this rank."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    from hpcrl.trainer.megatron.expert_table import expert_table
+    from hpcrl.trainer.megatron.replaced import expert_table
 
     stock = megatrons()
     assert token_dispatcher._DeepepManager._indices_to_multihot is expert_table is not stock._indices_to_multihot

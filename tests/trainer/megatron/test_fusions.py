@@ -61,9 +61,9 @@ def test_rotary_kernels_by_signature(wrapper: Any, kernel: Any, found: set[str])
 def test_kernels_that_megatron_has_not_found() -> None:
     """Without Transformer Engine and Apex there is none."""
     pytest.importorskip("megatron.core")
-    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.megatron import replaced
 
-    cpu_shim.install()
+    replaced.install()
     assert kernels.find_kernels() == frozenset()
 
 

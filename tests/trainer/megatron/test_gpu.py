@@ -36,9 +36,9 @@ def on_rank(
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor], list[float]]]:
     """Of each model the logits, the gradients under the files' names, and gradient norms without and with
     recomputing."""
-    from hpcrl.trainer.cpu import cpu_shim
+    from hpcrl.trainer.megatron import replaced
 
-    cpu_shim.install()
+    replaced.install()
     from hpcrl.trainer.checkpoint.to_torch_dist import alone
 
     store = alone()

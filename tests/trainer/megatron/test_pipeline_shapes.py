@@ -31,13 +31,13 @@ def both_on_rank(opts: Options) -> list[tuple[bool, Any, Any]]:
     """Of each message: whether its shapes are known, ours, and those of the exchange."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from hpcrl.trainer.megatron import pipeline_shapes
+    from hpcrl.trainer.megatron import pipeline_shapes, replaced
 
     found = []
 
     def both(communicator: Any, *args: Any) -> Any:
         known = bool(pipeline_shapes._passes)
-        exchanged = pipeline_shapes._stock[0](communicator, *args)
+        exchanged = replaced.STOCK["_communicate_shapes"](communicator, *args)
         ours = pipeline_shapes.communicate_shapes(communicator, *args) if known else exchanged
         found.append((known, *map(tuple, ours), *map(tuple, exchanged)))
         return ours

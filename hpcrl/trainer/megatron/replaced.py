@@ -1,0 +1,138 @@
+"""Every function of Megatron-core that hpcrl replaces, on GPUs too: where, why, and which version does without.
+
+`install` is the first thing a rank process calls.  Where there is no CUDA it also puts the CPU in its place
+(`hpcrl/trainer/cpu/cpu_shim.py`).
+
+Invariants: no other module of hpcrl replaces anything in a third-party package of the trainer; where CUDA is present
+nothing of torch is replaced, and nothing of `hpcrl.trainer.cpu` is imported.  An entry goes with the last supported
+version that needs it, once a profile on GPUs shows that nothing is lost.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import queue
+import warnings
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from hpcrl.errors import HpcrlError
+
+OPTIMIZER = "optimizer.distrib_optimizer:DistributedOptimizer"
+#: function of Megatron-core, without "megatron.core." -> ours, without "hpcrl.trainer."
+REPLACED = {
+    # It asks the device for the length of each sequence, twice in every layer, where the rotation is not fused.
+    # 0.20 waits for nothing where it is told the longest sequence.
+    "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd": "megatron.packed_rope:rotate_packed",
+    # It waits for the device three times in every layer whose rows DeepEP brings to experts. So does 0.20.
+    "transformer.moe.token_dispatcher:_DeepepManager._indices_to_multihot": "megatron.replaced:expert_table",
+    # Stages wait for an idle device with every message, to learn a shape that packing has told all. So it is with 0.20.
+    "pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes": (
+        "megatron.pipeline_shapes:communicate_shapes"
+    ),
+    # The state of all data-parallel ranks is gathered on the first of them, in host memory; to load it, on each.
+    # So it is with 0.20.
+    f"{OPTIMIZER}.sharded_param_state_fully_reshardable": "checkpoint.optimizer_shards:param_state",
+    f"{OPTIMIZER}.load_parameter_state_from_fully_reshardable": "checkpoint.optimizer_shards:load_into_optimizer",
+    # It wants every key of torch AdamW's state, of which the loader leaves `step` out: KeyError, with 0.20 too.
+    f"{OPTIMIZER}._set_main_param_and_optimizer_states": "checkpoint.optimizer_shards:set_states",
+}
+STOCK: dict[str, Any] = {}  #: name -> Megatron's own, once it is replaced
+_done: list[bool] = []  # filled by the first install() of the process
+
+
+def install(device: str = "cpu") -> None:
+    """Make this process ready for Megatron: call it before anything imports megatron.core. A second call does nothing.
+
+    Args:
+        device: the type of device that takes the place of CUDA where there is none.
+
+    Raises:
+        HpcrlError: if psutil is missing: Megatron does not declare it, and a checkpoint save would hang for ever.
+    """
+    if importlib.util.find_spec("psutil") is None:
+        raise HpcrlError("psutil is not installed", "pip install psutil: Megatron's checkpoints need it")
+    if _done:
+        return
+    _done.append(True)
+    _quiet()
+    if not torch.cuda.is_available():
+        from hpcrl.trainer.cpu import cpu_shim
+
+        cpu_shim.install(device)
+    _repair()
+    for name, ours in REPLACED.items():
+        module, _, path = name.partition(":")
+        *owner, attribute = path.split(".")
+        place = attrgetter(*owner)(_import(module)) if owner else _import(module)
+        module, _, function = ours.partition(":")
+        found = getattr(importlib.import_module(f"hpcrl.trainer.{module}"), function)
+        if getattr(place, attribute) is not found:
+            STOCK[attribute] = getattr(place, attribute)
+            setattr(place, attribute, found)
+
+
+def _repair() -> None:
+    """Names that Megatron-core lacks, or has wrong, without Transformer Engine; and a queue."""
+    # Until 0.19: the router names it whether or not it is there: NameError in every MoE forward.
+    router = _import("transformer.moe.moe_utils")
+    router.te_general_gemm = getattr(router, "te_general_gemm", None)
+    # Until 0.19: it takes Transformer Engine for installed wherever its wrappers can be imported, and asks each
+    # projection whether it is of a class that is none: TypeError in every layer of multi-head latent attention.
+    latent = _import("transformer.multi_latent_attention")
+    if not isinstance(getattr(latent, "TELinear", None), type):
+        latent.HAVE_TE = False
+    # 0.20 too: the writer's result queue comes from a spawned Manager process: 2 s on the first save of each rank, a
+    # re-import of __main__, and an orphan when the rank is killed.  Our saves are synchronous: one here will do.
+    _import("dist_checkpointing.strategies.filesystem_async")._results_queue = queue.Queue()
+
+
+def _import(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": we know
+        return importlib.import_module(f"megatron.core.{name}")
+
+
+def _quiet() -> None:
+    """Silence Megatron's messages that every rank prints and no user can act upon."""
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+    )  # Megatron's collectives
+    warnings.filterwarnings("ignore", r"`load_state_dict` is deprecated", FutureWarning)  # its way to load a checkpoint
+    warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # torch, of what Megatron saves
+    warnings.filterwarnings(
+        "ignore", "If you are using transformer_engine as the transformer impl", UserWarning
+    )  # recompute
+    warnings.filterwarnings(
+        "ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning
+    )  # its zero_grad
+    warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
+    warnings.filterwarnings(
+        "ignore", "moe_enable_deepep is deprecated", UserWarning
+    )  # slime's scripts and recipes have it
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
+    saving = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
+    saving.addFilter(
+        lambda record: "async save is deprecated" not in record.getMessage()
+    )  # the other is not part of Megatron
+
+
+def expert_table(manager: Any, indices: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tables [rows, experts]: bool which experts a row is for, and float32 their probabilities, 0 for the others.
+
+    As Megatron's own, values and gradients, and asks nothing of the device.
+
+    Args:
+        manager: Megatron's; `num_local_experts` is read.
+        indices: int64 [rows, choices], experts of this rank, or -1.
+        probs: [rows, choices].
+    """
+    experts = manager.num_local_experts
+    columns = torch.where(indices < 0, experts, indices)  # one more column for what is not this rank's
+    empty = probs.new_zeros(len(indices), experts + 1, dtype=torch.float32)
+    chosen = torch.zeros_like(empty, dtype=torch.bool).scatter(1, columns, True)
+    return chosen[:, :experts], empty.scatter(1, columns, probs.float())[:, :experts]
