@@ -1,6 +1,6 @@
 """Megatron-core on CPU tensors and gloo.
 
-Megatron-core (0.16 to 0.20) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
+Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
 "cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` puts the CPU in the place of CUDA, or in tests
 a device that knows shapes alone (hpcrl/planning/rehearsal/device.py).
 

@@ -1,5 +1,6 @@
 """Packed sequences: which rows a rank holds, which keys each may see, how to batch them; attention over them.  Pure:
-imports nothing of Megatron.
+imports nothing of Megatron.  GPUs use it too: for gated delta nets, and without Transformer Engine for attention that
+flash-attn does not take.
 
 A packed micro-batch is a row of tokens; `cu` [0, end of sequence 1, end of sequence 2, ...] counts them over all
 context-parallel (CP) ranks, padding included.  Under CP every sequence is cut into 2 x CP chunks and rank r holds
