@@ -47,7 +47,7 @@ def test_a_fault_costs_one_step_at_most(tmp_path: Path, task: Path) -> None:
     run.until(lambda: newest(copies) >= 3)
     stale = copies / "39" / "rank-00007"  # of an attempt of more ranks: never complete
     stale.mkdir(parents=True)
-    for attempt, module in enumerate(("hpcrl.trainer.start.single_rank", "hpcrl.launch.host"), 1):
+    for attempt, module in enumerate(("hpcrl.trainer.main", "hpcrl.launch.host"), 1):
         steps, struck = run.steps(), role_pid(run.root, module)
         os.kill(struck, signal.SIGKILL)
         kept = newest(copies)
