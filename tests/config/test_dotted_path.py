@@ -109,7 +109,7 @@ def test_a_module_that_breaks_is_named(module: Callable[[str, str], None], text:
 
 
 def test_a_class_lacks_a_method() -> None:
-    with pytest.raises(UsageError, match=r"no method give; declare.*give\(self, group\)"):
+    with pytest.raises(UsageError, match=r"no plain method give; declare.*give\(self, group\)"):
         load_class(f"{HERE}.Source", "--x", ("options",), {"give": ("group",)})
     with pytest.raises(UsageError, match=r"Source.take takes \(self, count\)"):
         load_class(f"{HERE}.Source", "--x", ("options",), {"take": ("count", "more")})
