@@ -39,9 +39,9 @@ def _tensors(samples: list[Any]) -> dict[str, Any]:
     import torch
 
     return facts(samples) | {
-        "tokens": [torch.from_numpy(s.tokens) for s in samples],
-        "loss_masks": [torch.from_numpy(s.loss_mask) for s in samples],
-        "rollout_log_probs": [torch.from_numpy(s.logprobs) for s in samples],
+        "tokens": [torch.from_numpy(s.array("tokens")) for s in samples],
+        "loss_masks": [torch.from_numpy(s.array("loss_mask")) for s in samples],
+        "rollout_log_probs": [torch.from_numpy(s.array("rollout_log_probs")) for s in samples],
     }
 
 
@@ -204,9 +204,9 @@ def _add(client: Any, batch: list[Any]) -> None:
         for s in batch[at : at + MANY]:
             fields = {
                 "reward": s.reward,
-                "ids": s.tokens.data.cast("B"),
-                "mask": s.loss_mask.data,
-                "lp": s.logprobs.data.cast("B"),
+                "ids": s.array("tokens").data.cast("B"),
+                "mask": s.array("loss_mask").data,
+                "lp": s.array("rollout_log_probs").data.cast("B"),
             }
             pipe.xadd("rollout", fields)
         pipe.execute()

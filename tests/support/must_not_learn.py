@@ -13,7 +13,7 @@ import numpy as np
 
 def _of_groups(samples: list[Any], rewards: np.ndarray) -> np.ndarray:
     """GRPO's: each reward less its group's mean, by the group's deviation."""
-    groups = np.array([sample.group for sample in samples])
+    groups = np.array([sample.group_index for sample in samples])
     made = np.zeros(len(samples))
     for group in set(groups.tolist()):
         of = rewards[groups == group]
@@ -46,5 +46,5 @@ def shuffled(options: Any, samples: list[Any]) -> tuple[list[float], list[float]
     """Each response is trained with the reward of another, from anywhere in the batch."""
     raw = _raw(samples)
     order = list(range(len(raw)))
-    random.Random(sum(sample.group for sample in samples)).shuffle(order)
+    random.Random(sum(sample.group_index for sample in samples)).shuffle(order)
     return raw.tolist(), _of_groups(samples, raw[order]).tolist()
