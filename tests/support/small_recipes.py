@@ -57,8 +57,8 @@ def small_recipe(name: str, directory: Path) -> tuple[Options, SampleBatch]:
         plain_sample(
             length // 3,
             length - length // 3,
-            group=number // options.n_samples_per_prompt,
-            index=number % options.n_samples_per_prompt,
+            group_index=number // options.n_samples_per_prompt,
+            response_index=number % options.n_samples_per_prompt,
             reward=float(number % 3),
             tokens=np.arange(length, dtype=np.int32) % config["vocab_size"],
         )
