@@ -131,7 +131,8 @@ def test_requests_in_flight_continue(shm: Side) -> None:
         begun = metric(shm.engines.address(), "generation_tokens_total")
         waiting = [pool.submit(generate, shm.engines.address(), [*PROMPT, 30 + i], 700, seed=i) for i in range(4)]
         deadline = time.monotonic() + 60
-        while metric(shm.engines.address(), "generation_tokens_total") < begun + 200:
+        address = shm.engines.address()
+        while metric(address, "generation_tokens_total") < begun + 200 or metric(address, "num_requests_running") < 4:
             assert time.monotonic() < deadline
         shm.step()
         answers = [future.result(120) for future in waiting]
