@@ -32,7 +32,7 @@ usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch [RECIPE.toml] --ho
   --dry-run          print the plan, the groups and the command; start nothing
   --print            print the command alone
 
-The second form looks first whether every host answers, then calls mpirun, one process a host.
+The second form looks first whether every host answers, then calls mpirun, which starts one process on each host.
 Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there."""
 
 OWN = {

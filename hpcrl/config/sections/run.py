@@ -44,9 +44,9 @@ class RunOptions(Base):
     )
     attempts: int = opt(
         4,
-        "how often in a row a stage may begin on the hosts of its job without a new checkpoint: after a failure the "
-        "next attempt begins there at once, and healthy engines continue; within an attempt an engine that dies or "
-        "hangs may be started again as often, less one; 1: the first failure ends the job",
+        "how often in a row a stage may start on the hosts of its job without a new checkpoint; healthy engines "
+        "continue. In each attempt an engine that dies or hangs is started again up to N - 1 times. 1: the first "
+        "failure ends the job",
         ge=1,
     )
     spares: int = opt(
@@ -57,8 +57,8 @@ class RunOptions(Base):
     )
     timeout_factor: float = opt(
         1.0,
-        "multiplies the time limits of a step's samples (3600 s) and of a call of --custom-generate-function-path (300 "
-        "s, without the engines' time), and those of the next three options where they are not given",
+        "multiplies time limits: 3600 s for the samples of a step, 300 s for a call of a custom generate function (not "
+        "counting engines), and the defaults of --engine-start-timeout, --update-timeout and --request-timeout",
         gt=0,
     )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
@@ -67,7 +67,7 @@ class RunOptions(Base):
     rollout_health_check_timeout: float = opt(
         60.0,
         "seconds that an engine may go without a sign of life before it counts as dead; in a weight update or turn: "
-        "--update-timeout",
+        "--update-timeout (slime: 30)",
         "slime",
         gt=0,
     )

@@ -3,8 +3,8 @@
     python -m hpcrl.launch.node_checks.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
 DIR is made and given a file `token` by the process that starts this one.  Each node writes DIR/HOST.json, waits for
-those of all (hpcrl/launch/node_checks/records.py), connects to the first node on the network that all share, tells in
-DIR/HOST.done that it has, and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a separate line
+those of all (hpcrl/launch/node_checks/records.py), connects to the first node on the network that all share, leaves a
+file DIR/*.done once it has tried, and DIR/HOST.PID.report.  A node that does not see DIR says so in a separate line
 (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
 
 Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; the port is
