@@ -48,9 +48,6 @@ class Local:
     def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
         return {host: try_kinds(words) for host, words in kinds.items()}
 
-    def all_see(self) -> bool:
-        return True
-
     def leave_out(self, hosts: Sequence[str]) -> None:
         """There is no other host: a plan without this one is refused."""
 

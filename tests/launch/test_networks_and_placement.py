@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch.attempts.progress import FRUITLESS, check_headway
-from hpcrl.launch.mpi.file_sync import FileSync
 from hpcrl.launch.mpi.mpirun import handed_on, mpi_command
 from hpcrl.launch.mpi.placement import place_ranks
 from hpcrl.launch.mpi.ssh_check import check_hosts, unreachable
@@ -26,9 +25,7 @@ from hpcrl.launch.slurm.steps import HetGroup, read_groups, step_on
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.launch.time_limit import TimeLimitWatcher
 from hpcrl.plan import Host, make_plan
-from hpcrl.run.peers import EnginePeer, find, publish
-from hpcrl.run.rundir import OVER, RunDir
-from hpcrl.run.summary import Summary, summary_of, write_summary
+from hpcrl.run.rundir import RunDir
 
 
 def machine(name: str, **networks: str) -> HostReport:
@@ -196,39 +193,6 @@ def test_every_process_of_a_plan_is_started_once(tmp_path: Path) -> None:
         words for host in plan.hosts for role, _, words in commands(alone, plan, rundir, host) if role == "trainer"
     ]
     assert len(words) == 1 and "hpcrl.trainer.start.single_rank" in words[0], "one rank needs no agent"
-
-
-# ---- files that MPI carries
-
-
-def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
-    here, there = (RunDir.create(tmp_path / name) for name in ("a", "b"))
-    for rundir in (here, there):
-        rundir.make_attempt()
-    one, two = FileSync(here), FileSync(there)
-    publish(here, EnginePeer(host="10.0.0.1", port=5))
-    two.put(one.new())
-    assert find(there, EnginePeer).port == 5
-    assert one.new() == {} and two.new() == {}  # neither again, nor back
-    there.fail("engine", 0, "broken")
-    one.put(two.new())
-    with pytest.raises(PeerError, match="engine-0: broken"):
-        here.check()
-    here.fail("engine", 0, "later")
-    assert there.failure().message == "broken"
-    write_summary(here.root, Summary("finished", here.attempt))
-    two.put(one.new())
-    assert summary_of(there).finished and OVER in there.signs(), "by which its hosts know"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json", "", ".", "attempts\0/x", "attemptsx/y"],
-)
-def test_nothing_outside_of_an_attempt_is_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PeerError, match="file of an attempt"):
-        FileSync(RunDir.create(tmp_path / "run")).put({"attempts/0/end": b"", name: b"x"})
-    assert not (tmp_path / "run" / "attempts" / "0").exists()
 
 
 # ---- inside a Slurm job

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.launch.mpi.file_sync import FileSync
 from hpcrl.run.engine_files import (
     VIEW,
-    EngineEnd,
     EngineReports,
     EngineView,
     end_of,
@@ -75,18 +71,6 @@ def test_what_is_no_report_is_named(rundir: RunDir) -> None:
     (rundir.here / "peers" / "engine-0.1.json").write_bytes(b'{"role":"store","host":"x"}')
     with pytest.raises(PeerError, match=r"engine-0\.1\.json is damaged"):
         EngineReports(rundir).new()
-
-
-def test_reports_reach_hosts_without_the_run_directory(rundir: RunDir, tmp_path: Path) -> None:
-    far = RunDir.create(tmp_path / "far")
-    far.make_attempt()
-    near, there = FileSync(rundir), FileSync(far)
-    publish(rundir, peer(0))
-    there.put(near.new())
-    record_end(rundir, 0, "a", 0, 2, True, "killed")
-    publish(rundir, peer(1))
-    there.put(near.new())
-    assert [type(said) for _, said in EngineReports(far).new()] == [EnginePeer, EngineEnd, EnginePeer]
 
 
 def test_the_view_from_outside(rundir: RunDir) -> None:

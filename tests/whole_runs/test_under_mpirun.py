@@ -108,25 +108,19 @@ def test_started_by_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None
     assert "slot=" in shown.stderr and "slots=" in shown.stderr  # how to write it for the launcher
 
 
-def test_an_engine_needs_no_shared_run_directory(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    """The run lies on the trainer's own disk; address, port and keys reach the engine's host through MPI."""
+def test_a_run_directory_that_is_not_shared(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """The host that does not see it is named before anything is started."""
     hosts = cluster.hostfile("openmpi", ["node1", "node2"], path=tmp_path / "hosts")
     path = policy(tmp_path, task, actor_num_nodes=1, num_rollout=2)
-    done = launch(cluster, "openmpi", hosts, path, "--run-dir", "/tmp/apart")
-    assert "held-out reward" in done.stdout
-    seen = {
-        n: cluster.run("ls /tmp/apart/checkpoints /tmp/apart/metrics.jsonl", node=n, check=False).returncode
-        for n in ("node1", "node2")
-    }
-    assert seen["node1"] == 0 and seen["node2"] != 0
-    for node in ("node1", "node2"):
-        cluster.run("rm -r /tmp/apart", node=node)
-    # trainers on both would save what the other cannot see
-    spread = sft(tmp_path / "spread", task)
-    done = launch(cluster, "openmpi", hosts, spread, "--run-dir", "/tmp/apart", check=False)
-    assert done.returncode == 2 and "node2 has trainer ranks" in done.stderr and "/tmp/apart" in done.stderr
-    for node in ("node1", "node2"):
-        cluster.run("rm -rf /tmp/apart", node=node)
+    done = launch(cluster, "openmpi", hosts, path, "--run-dir", "/tmp/apart", check=False)
+    try:
+        assert done.returncode == 2
+        refused(done, "host node2 does not see the run directory", "/tmp/apart/job.json", "--run-dir")
+        state = cluster.run("cat /tmp/apart/state.json; ls /tmp/apart/attempts", node="node1", check=False).stdout
+        assert json.loads(state.partition("}")[0] + "}")["phase"] == "failed", state
+        assert cluster.run("ls /tmp/apart", node="node2", check=False).returncode
+    finally:
+        cluster.run("rm -rf /tmp/apart", node="node1")
 
 
 def training(cluster: Cluster, path: Path, task: Path) -> subprocess.Popen[str]:

@@ -69,9 +69,6 @@ class Backend(Protocol):
     def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
         """Have each of these hosts make a box of its kinds (`try_kinds`); what those say that do so in time."""
 
-    def all_see(self) -> bool:
-        """Whether every host sees the run directory itself, and so what becomes of one attempt after another."""
-
     def leave_out(self, hosts: Sequence[str]) -> None:
         """Use these hosts no more."""
 

@@ -8,12 +8,18 @@ Invariant: a node is asked for what a later stage's plan has there, and for noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, make_plan
+from hpcrl.run.peers import PublishedRecords
 from hpcrl.sandbox.nodes.trial import BoxTrial, word_of
+from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.liveness import LastSign
+
+LATE_FILE = 5.0  #: seconds after the end of a program on another host in which its file may still come to be seen here
 
 
 def kinds_to_try(
@@ -37,6 +43,24 @@ def kinds_to_try(
             if (place.host, word) not in own and word not in wanted.setdefault(place.host, []):
                 wanted[place.host].append(word)
     return {host: tuple(words) for host, words in wanted.items() if words}
+
+
+def wait_for_trials(
+    folder: Path, hosts: Collection[str], seconds: float, running: Callable[[], bool]
+) -> dict[str, BoxTrial]:
+    """What hosts say in a directory of their trials: all that has come in time.
+
+    Args:
+        running: whether the programs that make the trials still run.
+    """
+    ran = LastSign()
+
+    def over() -> bool:
+        if running():
+            ran.heard()
+        return ran.silence > LATE_FILE
+
+    return PublishedRecords(folder, BoxTrial).wait(hosts, Deadline(seconds), 0.1, over)
 
 
 def refuse_untried(wanted: Mapping[str, Sequence[str]], found: Mapping[str, BoxTrial]) -> None:

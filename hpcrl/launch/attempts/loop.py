@@ -117,9 +117,8 @@ class StageAttempts:
         final = not self._outlives or is_final(self.failed, self.options.attempts, self._fruitless)
         self._raise_final(error, (why if final else "") if begun else "its hosts could not be had")
         self._raise_final(error, self._full_disk(rundir))
-        if self.backend.all_see():
-            self.held_hosts.pause(rundir, turn)
-        paused = self.backend.all_see() and bool(self.held_hosts.members)
+        self.held_hosts.pause(rundir, turn)
+        paused = bool(self.held_hosts.members)
         fault = self.leave(error, paused and not self.held_hosts.absent, self.held_hosts.stuck)
         plan = self._without(fault, rundir)
         self._raise_final(error, (fault.why or why) if plan is None or not fault.hosts else "")

@@ -1,13 +1,12 @@
 """Messages between the launcher (MPI rank 0) and the ranks of the hosts, and the channel that carries them.
 
-    launcher -> host   Beat, CheckPath, TryBoxes, BeginAttempt, RunFiles, Quit
-    host -> launcher   Beat, PathFound, BoxesTried, RunFiles, HostEnded, Bye
+    launcher -> host   Beat, FindPath, StartProgram, Quit
+    host -> launcher   Beat, PathFound, ProgramEnded, Bye
     all to all, once   RankJoined
 
 Invariants: nothing is pickled: every message is one typed msgspec Struct with a tag, in one buffer of at most
 MAX_MESSAGE bytes, and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks:
-sends complete in the background; a rank that does not take what is sent to it, or is silent for DEAD seconds, counts as
-gone.
+sends complete in the background; a rank that is silent for DEAD seconds counts as gone.
 """
 
 from __future__ import annotations
@@ -18,14 +17,17 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.errors import PeerError
 from hpcrl.launch.probe import HostReport
-from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.liveness import LastSign
 
-MAX_MESSAGE = 64 * 2**20  #: bytes
+MAX_MESSAGE = 2**20  #: bytes
 MEND = "use one version of hpcrl on all hosts"
+TAG = 7
+#: seconds between signs of life, and without one until a host counts as gone
+BEAT = 2.0
+DEAD = 20.0
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -49,53 +51,37 @@ class Beat(_Message, tag="beat"):
     """A sign of life."""
 
 
-class CheckPath(_Message, tag="look"):
-    """Is there a file of this absolute path, where you are?"""
+class FindPath(_Message, tag="find path"):
+    """Is there a file of this absolute path on your host?"""
 
     path: str
 
 
-class PathFound(_Message, tag="sees"):
-    """The answer to Look."""
+class PathFound(_Message, tag="path found"):
+    """The answer to FindPath."""
 
+    path: str
     found: bool
 
 
-class TryBoxes(_Message, tag="try boxes"):
-    """Can sandboxes of these kinds (`try_kinds`) be made where you are?"""
-
-    kinds: tuple[str, ...]
-
-
-class BoxesTried(_Message, tag="tried boxes"):
-    """The answer to TryBoxes."""
-
-    trial: BoxTrial
-
-
-class BeginAttempt(_Message, tag="begin"):
-    """Start your host's part of an attempt.
+class StartProgram(_Message, tag="start"):
+    """Start a module of hpcrl's as a process; what you started before ends first.
 
     Attributes:
-        files: what it needs where it does not see the run directory; see Files.
+        number: of this order, for `ProgramEnded`.
+        words: the module and its arguments.
+        log: where its output goes, "" for nowhere.
     """
 
-    root: str
-    attempt: Count
-    files: dict[str, bytes]
+    number: Count
+    words: tuple[str, ...]
+    log: str
 
 
-class RunFiles(_Message, tag="files"):
-    """Small files that have appeared in the run directory: path in it -> contents."""
+class ProgramEnded(_Message, tag="ended"):
+    """The program of that order has ended with this exit status, negative for a signal."""
 
-    files: dict[str, bytes]
-
-
-class HostEnded(_Message, tag="ended"):
-    """The sender's part of an attempt has ended with this exit status, negative for a signal."""
-
-    root: str
-    attempt: Count
+    number: Count
     status: int
 
 
@@ -109,24 +95,11 @@ class Bye(_Message, tag="bye"):
     """The sender does nothing more."""
 
 
-FromLauncher = Beat | CheckPath | TryBoxes | BeginAttempt | RunFiles | Quit
-FromHost = Beat | PathFound | BoxesTried | RunFiles | HostEnded | Bye
+FromLauncher = Beat | FindPath | StartProgram | Quit
+FromHost = Beat | PathFound | ProgramEnded | Bye
 Message = RankJoined | FromLauncher | FromHost
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def pack(message: Message) -> bytes:
-    """One message as one buffer.
-
-    Raises:
-        HpcrlError: if it is larger than MAX_MESSAGE.
-    """
-    data = _encode(message)
-    if len(data) > MAX_MESSAGE:
-        kind = type(message).__name__
-        raise HpcrlError(f"a message ({kind}) of {len(data)} bytes cannot be sent over MPI: {MAX_MESSAGE} are allowed")
-    return data
+pack = msgspec.msgpack.Encoder().encode
 
 
 def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
@@ -147,11 +120,6 @@ def check_size(size: int, rank: int) -> None:
         raise PeerError(f"MPI rank {rank} sends a message of {size} bytes, {MAX_MESSAGE} are allowed", MEND)
 
 
-TAG = 7
-#: seconds between signs of life, and without one until a host counts as gone
-BEAT = 2.0
-DEAD = 20.0
-
 M = TypeVar("M")
 
 
@@ -171,11 +139,7 @@ class Channel(Generic[M]):
         self._pending: list[tuple[Any, bytes]] = []
 
     def send(self, to: int, message: Message) -> None:
-        """Begin to send a message; it is lost if the receiver is gone.
-
-        Raises:
-            HpcrlError: if it is too large.
-        """
+        """Begin to send a message; it is lost if the receiver is gone."""
         data = pack(message)
         if to not in self.silent():
             self._pending.append((self.world.Isend([data, self.mpi.BYTE], dest=to, tag=TAG), data))

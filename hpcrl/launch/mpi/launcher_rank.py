@@ -1,15 +1,16 @@
-"""MPI rank 0: the hosts of a run as the launcher sees them, each behind a rank that does what it is told.
+"""MPI rank 0: the hosts of a run as the launcher sees them, each behind a rank that starts what it is told to.
 
-Invariants: no wait is for ever: a host that is silent for a while ends the run; who sees the run directory is asked
-before each attempt, and a host that does not gets the small files by which roles find each other.
+Invariants: no wait is for ever: a host that is silent for a while ends the run; every host sees the run directory, or
+the run does not begin.
 """
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,30 +19,26 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch import probe
+from hpcrl.launch.attempts.box_trials import wait_for_trials
 from hpcrl.launch.attempts.host_processes import HostHandle, HostProcess
 from hpcrl.launch.attempts.spare_hosts import mark_spares, without
-from hpcrl.launch.local import Local
-from hpcrl.launch.mpi.box_trial import TrialProcess
+from hpcrl.launch.local import Local, spawn
 from hpcrl.launch.mpi.channel import (
     DEAD,
-    BeginAttempt,
-    BoxesTried,
     Bye,
     Channel,
-    CheckPath,
+    FindPath,
     FromHost,
-    HostEnded,
     PathFound,
+    ProgramEnded,
     Quit,
-    RunFiles,
-    TryBoxes,
+    StartProgram,
 )
-from hpcrl.launch.mpi.file_sync import read_code, read_files
-from hpcrl.launch.mpi.host_rank import HostPart, start_part
-from hpcrl.launch.mpi.placement import Placement, RankPlace
+from hpcrl.launch.mpi.placement import Placement
 from hpcrl.launch.standalone_engine import elsewhere
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan
+from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.pauses import follow_log
 from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir
@@ -52,32 +49,30 @@ PART = 20.0  #: seconds that the hosts may take to part at the end
 
 
 @dataclass
-class RemoteHost:
-    """A member of the run behind another rank.
+class RemoteProgram:
+    """A program that another rank has started.
 
     Attributes:
-        attempt_key: the run and the attempt with which it was started.
+        number: of the order to start it.
         ended: its exit status, once its rank has told it.
         expendable: as of `HostProcess`.
     """
 
     name: str
     log: Path
+    number: int
     rank: int
-    channel: Channel[FromHost]
-    attempt_key: tuple[str, int]
+    silent: Callable[[], list[int]]
     ended: int | None = None
-    memory: None = None
+    memory: MemoryWatch | None = None
     expendable: str = ""
 
     @property
     def status(self) -> int | None:
-        if self.ended is None and self.rank in self.channel.silent():
-            return 1
-        return self.ended
+        return 1 if self.ended is None and self.rank in self.silent() else self.ended
 
     def continues(self, folder: Path, hosts: Collection[str]) -> None:
-        """Its own rank writes its log; here it is read as far as this host sees it."""
+        """Its own rank writes its log."""
         self.log = follow_log(self.log, folder)
 
     def lost(self) -> str:
@@ -97,31 +92,24 @@ class MpiHosts:
 
     Attributes:
         reports: of each host.
-        apart: ranks that do not see the run directory.
-        remote: members of the running attempt on other ranks.
-        part: that on this one.
+        unchecked: a file that every host is to see before the run begins; None once all do.
+        remote: what other ranks have started last.
         left_out: hosts that are used no more, in the order in which that was found.
     """
 
     channel: Channel[FromHost]
     placement: Placement
     reports: dict[str, probe.HostReport]
-    job_root: Path
-    apart: set[int] = field(default_factory=set)
-    remote: list[RemoteHost] = field(default_factory=list)
-    part: HostPart | None = None
+    unchecked: Path | None = None
+    remote: dict[int, RemoteProgram] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     python: str = sys.executable
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def others(self) -> list[int]:
         """Every rank but this one."""
         return [place.rank for place in self.placement.places[1:]]
-
-    @property
-    def _in_use(self) -> list[RankPlace]:
-        """Those on hosts that are used."""
-        return [place for place in self.placement.places[1:] if place.host not in self.left_out]
 
     # ---- what the launcher asks of a backend
 
@@ -137,48 +125,47 @@ class MpiHosts:
         self.left_out += hosts
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostHandle]:
-        self._ask_who_sees(rundir, launch_timeout())
-        self._check_shared(plan)
-        files = read_files(rundir, ["options.json", *_below(rundir, rundir.here), *_below(rundir, rundir.keys)])
-        files |= read_code(rundir) if self.apart else {}
-        self.remote = []
-        for place in self._in_use:
-            log = rundir.logs / f"host-{place.host}.log"
-            name = f"host {place.host} (MPI rank {place.rank})"
-            begun = str(rundir.root), rundir.attempt
-            spare = place.host if place.host in plan.hosts and place.host not in plan.needed_hosts else ""
-            self.remote.append(RemoteHost(name, log, place.rank, self.channel, begun, expendable=spare))
-            needed = files if place.rank in self.apart else {}
-            self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))
-        here = self.placement.places[0]
-        self.part = start_part(rundir, here, bool(self.apart))
-        return [
-            HostProcess(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process),
-            *self.remote,
-        ]
+        needed, members = plan.needed_hosts, list[HostHandle]()
+        for place in self.placement.places:
+            if place.host not in self.left_out:
+                log = rundir.logs / f"host-{place.host}.log"
+                words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", place.host]
+                member = self._start(place.rank, place.host, ["hpcrl.launch.host", *words], log)
+                if place.rank and place.host in plan.hosts and place.host not in needed:
+                    member.expendable = place.host
+                members.append(member)
+        return members
+
+    def _start(self, rank: int, host: str, words: Sequence[str], log: Path) -> HostProcess | RemoteProgram:
+        if not rank:
+            return HostProcess(f"host {host}", log, spawn([sys.executable, "-m", *words], log))
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        number, name = next(self._numbers), f"host {host} (MPI rank {rank})"
+        self.remote[rank] = RemoteProgram(name, log, number, rank, self.channel.silent)
+        self.channel.send(rank, StartProgram(number, tuple(words), str(log)))
+        return self.remote[rank]
 
     def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
-        asked, found = {self.placement.first(host): host for host in kinds}, dict[str, BoxTrial]()
-        here = TrialProcess(kinds[asked[0]]) if 0 in asked else None
-        for rank in asked.keys() - {0}:
-            self.channel.send(rank, TryBoxes(tuple(kinds[asked[rank]])))
-        deadline = Deadline(seconds)
-        while found.keys() < kinds.keys() and not deadline.over and not asked.keys() & set(self.channel.silent()):
-            self.channel.beat(self.others)
-            for rank, message in self.channel.receive():
-                if isinstance(message, BoxesTried) and rank in asked:
-                    found[asked[rank]] = message.trial
-                self._handle(rank, message, rundir)
-            if here and (said := here.outcome()):
-                found[asked[0]] = said
-                here = None
-            time.sleep(0.02)
-        if here:
-            here.end()
-        return found
+        (folder := rundir.here / "boxes").mkdir(exist_ok=True)
+        tries = [
+            self._start(
+                self.placement.first(host),
+                host,
+                ["hpcrl.sandbox.nodes.trial", str(folder / f"{host}.json"), *words],
+                rundir.logs / "boxes.log",
+            )
+            for host, words in kinds.items()
+        ]
 
-    def all_see(self) -> bool:
-        return not self.apart
+        def running() -> bool:
+            self.carry(None, None)
+            return any(one.status is None for one in tries)
+
+        try:
+            return wait_for_trials(folder, kinds, seconds, running)
+        finally:
+            for one in tries:
+                one.end()
 
     def again(self, root: Path) -> str:
         return f"hpcrl launch --resume {root} --hostfile FILE"
@@ -188,65 +175,59 @@ class MpiHosts:
 
     # ---- during the run
 
-    def carry(self, stop: StopRequest, rundir: RunDir | None) -> None:
-        """Take and pass on messages; called about five times a second.
+    def carry(self, stop: StopRequest | None, rundir: RunDir | None) -> None:
+        """Take what the ranks say; called about five times a second.
 
         Raises:
             PeerError: names a rank that sends what is none.
+            HpcrlError: of the first call, as of `check_shared`.
         """
-        if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a request to stop
+        if self.unchecked:
+            self.check_shared(self.unchecked)
+            self.unchecked = None
+        if stop and stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a request to stop
             stop.nudges = 0
             stop.request_stop("asked to")
         self.channel.beat(self.others)
         for rank, message in self.channel.receive():
-            self._handle(rank, message, rundir)
-        if self.part and self.part.sync and (files := self.part.sync.new()):
-            self._pass_on(files, origin=0)
+            self._note(rank, message)
         if rundir and rundir.here.exists():
             for rank in self.channel.silent():
                 host = self.placement.places[rank].host
                 rundir.fail("launcher", 0, f"host {host} did not answer for {DEAD:.0f} s; is it up, and its network?")
 
-    def _handle(self, rank: int, message: FromHost, rundir: RunDir | None) -> None:
-        match message:
-            case RunFiles() if self.part and self.part.sync:
-                self.part.sync.put(message.files)
-                self._pass_on(message.files, origin=rank)
-            case HostEnded():
-                for member in self.remote:
-                    if member.rank == rank and member.attempt_key == (message.root, message.attempt):
-                        member.ended = message.status
-            case PathFound(found=False):
-                self.apart.add(rank)
+    def _note(self, rank: int, message: FromHost) -> None:
+        program = self.remote.get(rank)
+        if isinstance(message, ProgramEnded) and program and program.number == message.number:
+            program.ended = message.status
 
-    def _pass_on(self, files: dict[str, bytes], origin: int) -> None:
-        for rank in self.apart - {origin}:
-            self.channel.send(rank, RunFiles(files))
+    def check_shared(self, file: Path) -> None:
+        """Ask every host whether it sees a file of the run directory.
 
-    def _ask_who_sees(self, rundir: RunDir, seconds: float) -> None:
-        """Find out which ranks share the run directory: they find this attempt's plan there."""
-        self.apart.clear()
-        waiting = {place.rank for place in self._in_use}
-        for rank in waiting:
-            self.channel.send(rank, CheckPath(str(rundir.plan_file)))
-        deadline = Deadline(seconds)
+        Raises:
+            UsageError: names the hosts that do not.
+            HpcrlError: names the hosts that do not answer.
+        """
+        asked = {place.rank: place.host for place in self.placement.places[1:] if place.host not in self.left_out}
+        deadline, waiting, unseen = Deadline(launch_timeout()), set(asked), set[int]()
+        for rank in asked:
+            self.channel.send(rank, FindPath(str(file)))
         while waiting:
             for rank, message in self.channel.receive():
-                if isinstance(message, PathFound):
+                if isinstance(message, PathFound) and message.path == str(file):
                     waiting.discard(rank)
-                self._handle(rank, message, rundir)
+                    unseen |= set() if message.found else {rank}
+                self._note(rank, message)
             if deadline.over or set(self.channel.silent()) & waiting:
-                names = ", ".join(sorted({self.placement.places[rank].host for rank in waiting}))
-                raise HpcrlError(f"no answer from {names} within {seconds:.0f} s", "is the host up?")
+                names = ", ".join(asked[rank] for rank in sorted(waiting))
+                raise HpcrlError(f"no answer from {names} within {deadline.seconds:.0f} s", "is the host up?")
+            self.channel.beat(self.others)
             time.sleep(0.02)
-
-    def _check_shared(self, plan: Plan) -> None:
-        """Raise UsageError if trainer ranks would save to file systems that others of them do not see."""
-        unshared = {self.placement.places[rank].host for rank in self.apart} & set(plan.trainer_hosts)
-        if unshared:
+        if unseen:
+            names = ", ".join(asked[rank] for rank in sorted(unseen))
             raise UsageError(
-                f"host {sorted(unshared)[0]} has trainer ranks and does not see {self.job_root} with its checkpoints",
-                "put --run-dir on a file system that rank 0 and all trainer hosts share; engines may do without",
+                f"host {names} does not see the run directory: {file} is not there",
+                "put --run-dir on a file system that all hosts share",
             )
 
     def dismiss(self, status: int) -> bool:
@@ -262,7 +243,3 @@ class MpiHosts:
         except PeerError:
             return False  # the run has ended, and the world is aborted
         return not waiting
-
-
-def _below(rundir: RunDir, folder: Path) -> list[str]:
-    return [str(path.relative_to(rundir.root)) for path in sorted(folder.rglob("*")) if path.is_file()]

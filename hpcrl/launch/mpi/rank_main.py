@@ -35,7 +35,7 @@ from hpcrl.launch.requeue import seen_broken
 from hpcrl.launch.user_code.snapshot import resume_code
 from hpcrl.plan import Host
 from hpcrl.report.progress import say
-from hpcrl.run.job_files import write_job
+from hpcrl.run.job_files import JOB, write_job
 from hpcrl.run.process import adopt_orphans, die_with_parent, end_descendants
 
 INIT = 60.0
@@ -59,9 +59,9 @@ def run_ranks(
             print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
         leave_world(channel, True, error.exit_code)
     if channel.rank:
-        leave_world(channel, True, HostRank(channel, placement).run())
+        leave_world(channel, True, HostRank(channel, placement.places[channel.rank].host).run())
     by_host = {host.name: reports[placement.first(host.name)] for host in placement.hosts}
-    status, hosts = 1, MpiHosts(channel, placement, by_host, Path())
+    status, hosts = 1, MpiHosts(channel, placement, by_host)
     try:
         status = _launch(hosts, recipe, overrides, resume)
     except HpcrlError as error:
@@ -79,10 +79,10 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
     else:
         assert recipe is not None
         job = begin_job(recipe, overrides, lambda options: mark_spares(hosts, options.spares))
-    backend.job_root = job.root
     exit_status_relay.tell_where(job.root, job.identity)
     components = [{"name": h.name, "nodes": 1, "slots": h.slots} for h in hosts]
     write_job(job.root, job.identity, "mpirun", None, components=components)
+    backend.unchecked = job.root / JOB
     say(f"{len(hosts)} hosts: {', '.join(f'{h.name} ({h.slots} slots)' for h in hosts)}")
     leave = partial(_leave, job)
     return run_job(job, backend, watch=backend.carry, age=exit_status_relay.age(), begin=begin, leave=leave)
@@ -113,27 +113,45 @@ def join_world() -> Channel[Any]:
         )
         os._exit(1)
 
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/bare-metal.md") from error
+    check_library(MPI.Get_library_version(), os.environ)
     timer = threading.Timer(INIT, late)
     timer.daemon = True
     timer.start()
-    try:
-        from mpi4py import MPI
+    MPI.Init_thread()
+    channel: Channel[Any] = Channel(MPI)
+    channel.world.Barrier()
+    timer.cancel()
+    return channel
 
-        channel: Channel[Any] = Channel(MPI)
-        channel.world.Barrier()
-    except ImportError as error:
-        raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/bare-metal.md") from error
-    finally:
-        timer.cancel()
-    started = next((os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ), "1")
-    if channel.world.Get_size() == 1 and started != "1":
-        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+
+def check_library(library: str, environment: Mapping[str, str]) -> None:
+    """Refuse a library of another MPI than the mpirun that has started this process: MPI_Init would end the process, or
+    make every process a world of its own.  Under srun, Open MPI's library serves PMI_SIZE too.
+
+    Args:
+        library: what the library that mpi4py has opened says of itself.
+
+    Raises:
+        UsageError: names both.
+    """
+    opened = "Open MPI" if "Open MPI" in library else "MPICH"
+    hydra = "SLURM_PROCID" not in environment or any(name.startswith(("HYDI_", "HYDRA_")) for name in environment)
+    started = "MPICH" if "PMI_SIZE" in environment and hydra else opened
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        started = "Open MPI"
+    if opened != started:
+        said = library.split(",")[0].splitlines()[0]
         raise UsageError(
-            f"mpirun has started {started} ranks, and mpi4py is alone in its world: it has opened {library}, which is "
-            "another MPI than mpirun's",
+            f"an mpirun of {started} (or of what stems from it) has started this process, and mpi4py has opened {said}",
             "put the directory of mpirun's own libmpi first on LD_LIBRARY_PATH, or use the mpirun of that library",
         )
-    return channel
 
 
 def leave_world(channel: Channel[Any], all_there: bool, status: int) -> NoReturn:

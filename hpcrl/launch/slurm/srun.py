@@ -20,6 +20,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.attempt import HostsSilent
+from hpcrl.launch.attempts.box_trials import wait_for_trials
 from hpcrl.launch.attempts.excluded_hosts import leave_out
 from hpcrl.launch.attempts.host_processes import HostProcess
 from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
@@ -35,12 +36,10 @@ from hpcrl.report.file_tail import last_lines
 from hpcrl.report.progress import say
 from hpcrl.run.heartbeat import LEAST
 from hpcrl.run.job_files import BEAT, CANCEL, OVER, STATE, STOP
-from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.liveness import LastSign
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
@@ -75,7 +74,6 @@ while sleep 10; do
     scancel "$job" && exit
 done
 """
-LATE_FILE = 5.0  #: seconds after the end of a step in which a file of its tasks may still come to be seen here
 
 
 class SrunHosts:
@@ -208,15 +206,8 @@ class SrunHosts:
                 part = group.without({node for node in group.nodes if tuple(kinds.get(node, ())) != words})
                 step = [*part.step, "boxes", str(folder), *words]
                 steps.append(spawn([sys.executable, "-m", "hpcrl.run.process", *step], log))
-        running = LastSign()
-
-        def over() -> bool:
-            if any(step.poll() is None for step in steps):
-                running.heard()
-            return running.silence > LATE_FILE
-
         try:
-            return PublishedRecords(folder, BoxTrial).wait(list(kinds), Deadline(seconds), 0.1, over)
+            return wait_for_trials(folder, kinds, seconds, lambda: any(step.poll() is None for step in steps))
         finally:
             for step in steps:
                 step.terminate()
@@ -257,9 +248,6 @@ class SrunHosts:
         program = ["bash", "-c", ORPHANED, "orphaned", self._job_id, str(root), str(silence), str(int(self._again))]
         words = [*without_container(step_on(group.step, node)), *program]
         self._guard = spawn([sys.executable, "-m", "hpcrl.run.process", *words], rundir.logs / "launcher-watch.log")
-
-    def all_see(self) -> bool:
-        return True
 
     def again(self, root: Path) -> str:
         return f"hpcrl resume {root}"

@@ -72,20 +72,20 @@ def test_typed_messages_name_their_rank() -> None:
         3,
         """
 if channel.rank:
-    channel.send(0, HostEnded("/run", channel.rank, 0))
+    channel.send(0, ProgramEnded(channel.rank, 0))
     [(rank, message)] = heard(1)
-    tell(f"{rank} {message}")
+    tell(f"{rank} {message.number} {sum(map(len, message.words))}")
 else:
-    tell(sorted((rank, message.attempt) for rank, message in heard(2)))
+    tell(sorted((rank, message.number) for rank, message in heard(2)))
     for rank in (1, 2):
-        channel.send(rank, RunFiles({"x": bytes(10_000_000)[: rank * 3]}))
+        channel.send(rank, StartProgram(rank, ("x" * 500_000,) * rank, ""))
 part()
 """,
     )
     assert said == {
         0: ["[(1, 1), (2, 2)]", "parted True"],
-        1: [f"0 RunFiles(files={{'x': {bytes(3)!r}}})", "parted True"],
-        2: [f"0 RunFiles(files={{'x': {bytes(6)!r}}})", "parted True"],
+        1: ["0 1 500000", "parted True"],
+        2: ["0 2 1000000", "parted True"],
     }
 
 
@@ -97,7 +97,7 @@ def test_malformed_message_names_its_rank() -> None:
 if channel.rank:
     raw(0, b"not msgpack")
     raw(0, msgspec.msgpack.encode({"is": "quit", "status": 0}))  # which only the launcher says
-    channel.send(0, PathFound(True))
+    channel.send(0, PathFound("/x", True))
 else:
     for one in heard(3):
         tell(one if isinstance(one, str) else one[1])
@@ -108,7 +108,7 @@ part()
     assert first.startswith("MPI rank 1 sent what is not a message") and second.startswith(
         "MPI rank 1 sent what is not a message"
     )
-    assert (third, parted) == ("PathFound(found=True)", "parted True")
+    assert (third, parted) == ("PathFound(path='/x', found=True)", "parted True")
 
 
 def test_oversized_message_is_refused() -> None:
@@ -154,10 +154,10 @@ def test_gather_is_typed() -> None:
     said = world(
         3,
         """
-everyone = channel.gather(CheckPath(f"/rank{channel.rank}"))
+everyone = channel.gather(FindPath(f"/rank{channel.rank}"))
 tell([one.path for one in everyone])
 try:
-    channel.gather(CheckPath("/x") if channel.rank != 2 else Beat())
+    channel.gather(FindPath("/x") if channel.rank != 2 else Beat())
 except PeerError as error:
     tell(str(error).partition(":")[0])
 part()

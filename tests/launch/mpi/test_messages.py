@@ -9,46 +9,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.launch.mpi import channel
+from hpcrl.errors import PeerError
 from hpcrl.launch.mpi.channel import (
     MAX_MESSAGE,
     Beat,
-    BeginAttempt,
-    BoxesTried,
     Bye,
-    CheckPath,
+    FindPath,
     FromHost,
     FromLauncher,
-    HostEnded,
     Message,
     PathFound,
+    ProgramEnded,
     Quit,
     RankJoined,
-    RunFiles,
-    TryBoxes,
+    StartProgram,
     check_size,
     pack,
     unpack,
 )
 from hpcrl.launch.probe import HostReport, Network
-from hpcrl.sandbox.nodes.trial import BoxTrial
 
 REPORT = HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40)
 LAUNCHER: list[Message] = [
     Beat(),
-    CheckPath("/run/plan.json"),
-    TryBoxes(("apptainer", "-")),
-    BeginAttempt("/run", 3, {"options.json": b"\xff\x00"}),
-    RunFiles({}),
+    FindPath("/run/plan.json"),
+    StartProgram(3, ("hpcrl.launch.host", "/run"), "/run/logs/host-a.log"),
     Quit(-9),
 ]
 HOST: list[Message] = [
     Beat(),
-    PathFound(False),
-    BoxesTried(BoxTrial("no bwrap", "install it")),
-    RunFiles({"attempts/0/end": b""}),
-    HostEnded("/run", 3, -15),
+    PathFound("/run/plan.json", False),
+    ProgramEnded(3, -15),
     Bye(),
 ]
 
@@ -62,7 +53,7 @@ def test_what_is_said_is_what_is_heard(kinds: object, said: list[Message]) -> No
         assert unpack(bytearray(pack(message)), kinds, 1) == message
 
 
-@pytest.mark.parametrize("message", [CheckPath("/x"), BeginAttempt("/run", 0, {}), Quit(0)])
+@pytest.mark.parametrize("message", [FindPath("/x"), StartProgram(0, (), ""), Quit(0)])
 def test_a_host_does_not_speak_as_the_launcher(message: Message) -> None:
     with pytest.raises(PeerError, match="^MPI rank 5.*message to this rank"):
         unpack(pack(message), FromHost, 5)
@@ -82,9 +73,9 @@ def test_a_host_does_not_speak_as_the_launcher(message: Message) -> None:
                 {"is": "quit", "status": "0"},
                 {"is": "quit", "status": 0, "more": 1},
                 {"is": "dance"},
-                {"is": "begin", "root": "/run", "attempt": -1, "files": {}},
-                {"is": "begin", "root": "/run", "attempt": 0, "files": {"a": "text"}},
-                {"is": "files", "files": [1]},
+                {"is": "start", "number": -1, "words": [], "log": ""},
+                {"is": "start", "number": 0, "words": [1], "log": ""},
+                {"is": "find path", "path": 1},
                 [],
                 None,
             ),
@@ -98,20 +89,16 @@ def test_what_is_no_message_names_the_rank(data: bytes) -> None:
 
 @given(st.binary(max_size=64), st.integers(0, 63))
 def test_no_bytes_are_a_crash(noise: bytes, at: int) -> None:
-    whole = pack(BeginAttempt("/run", 1, {"keys/x": b"secret"}))
+    whole = pack(StartProgram(1, ("hpcrl.launch.host", "/run"), ""))
     for data in (noise, whole[: at % len(whole)] + noise, whole[: at % len(whole)]):
         for kinds in (FromLauncher, FromHost, RankJoined):
             with contextlib.suppress(PeerError):
                 unpack(data, kinds, 0)
 
 
-def test_a_message_has_a_greatest_size_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_has_a_greatest_size() -> None:
     check_size(MAX_MESSAGE, 1)
     with pytest.raises(
         PeerError, match=f"MPI rank 4 sends a message of {MAX_MESSAGE + 1} bytes, {MAX_MESSAGE} are allowed"
     ):
         check_size(MAX_MESSAGE + 1, 4)
-    monkeypatch.setattr(channel, "MAX_MESSAGE", 100)
-    pack(RunFiles({"x": b"y" * 50}))
-    with pytest.raises(HpcrlError, match=r"\(RunFiles\) of \d+ bytes cannot be sent.*100 are allowed"):
-        pack(RunFiles({"x": b"y" * 100}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.errors import UsageError
+from hpcrl.launch.mpi.rank_main import check_library
 from tests.support.able import find_mpirun, needs
 from tests.support.runs import SFT, all_gone, metrics, recipe
 
@@ -48,13 +51,31 @@ def test_a_run_under_mpirun_of_this_machine(tmp_path: Path, task: Path) -> None:
 
 
 def test_the_library_of_another_mpi_is_named(tmp_path: Path) -> None:
-    """Each rank is a world of its own where mpi4py has not opened the library of the mpirun that started it."""
+    """Before MPI_Init, which would end the process or make a world of its own of it."""
     code = "from hpcrl.launch.mpi.rank_main import join_world; join_world()"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | ENV | {"PMI_SIZE": "3"},
+        env=os.environ | ENV | {"PMI_SIZE": "3"},  # of an MPICH mpirun
         capture_output=True,
         text=True,
         timeout=90,
     )
-    assert "has started 3 ranks" in done.stderr and "opened Open MPI" in done.stderr, done.stderr
+    assert "mpirun of MPICH" in done.stderr and "opened Open MPI" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("library", "environment", "named"),
+    [
+        ("Open MPI v5.0.11, package", {"OMPI_COMM_WORLD_SIZE": "2"}, ""),
+        ("MPICH Version:      5.0.2\nrest", {"PMI_SIZE": "2"}, ""),
+        ("Intel(R) MPI Library 2021.14", {"PMI_SIZE": "2", "SLURM_PROCID": "0"}, ""),
+        ("Open MPI v4.1.4, package", {"PMI_SIZE": "2", "SLURM_PROCID": "0"}, ""),  # srun --mpi=pmi2
+        ("Open MPI v4.1.4, package", {"PMI_SIZE": "2", "SLURM_PROCID": "0", "HYDI_CONTROL_FD": "8"}, "MPICH"),
+        ("Open MPI v5.0.11, package", {"PMI_SIZE": "2"}, "MPICH"),
+        ("MPICH Version:      5.0.2\nrest", {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, "Open MPI"),
+        ("MPICH Version:      5.0.2\nrest", {}, ""),
+    ],
+)
+def test_a_library_fits_its_mpirun(library: str, environment: dict[str, str], named: str) -> None:
+    with pytest.raises(UsageError, match=f"mpirun of {named}") if named else contextlib.nullcontext():
+        check_library(library, environment)

@@ -13,12 +13,11 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch import batch_run
 from hpcrl.launch.job import RunJob, begin_job, hold_run
 from hpcrl.launch.local import run_recipe
-from hpcrl.launch.mpi.file_sync import read_code
 from hpcrl.launch.user_code import snapshot
 from hpcrl.plan import Host
 from hpcrl.run.code_files import CODE, RECORD
 from hpcrl.run.job_files import JobFile, replace_job
-from hpcrl.run.rundir import FOLDERS, RunDir
+from hpcrl.run.rundir import FOLDERS
 from hpcrl.run.started_runs import LIVE
 from tests.launch.user_code.test_snapshot import REPO, write
 
@@ -148,11 +147,3 @@ def test_a_refused_resume_changes_nothing(home: Path, tmp_path: Path, capsys: py
     replace_job(root, JobFile("slurm", "7", identity="id", site={"name": "s"}))
     assert main(["resume", str(root), "--live-code"]) != 0 and "error" in capsys.readouterr().err
     assert not (root / LIVE).exists()
-
-
-def test_links_are_not_left_out_for_other_hosts(home: Path, tmp_path: Path) -> None:
-    """A host that does not see the run does not get what RUN/code has a link to: that is refused, not left out."""
-    (home / "data").symlink_to(tmp_path)
-    root = begun(tmp_path / "run", home).root
-    with pytest.raises(UsageError, match="home/data is a .*link"):
-        read_code(RunDir(root))

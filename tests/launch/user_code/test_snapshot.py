@@ -15,7 +15,6 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.job import begin_job
-from hpcrl.launch.mpi.file_sync import read_code, write_files
 from hpcrl.launch.user_code import directories, snapshot
 from hpcrl.launch.user_code.snapshot import begin_code, function_paths, note_changed_scripts, resume_code
 from hpcrl.run.code_files import CODE, PATH, RECORD, code_folders, read_code_record
@@ -320,19 +319,6 @@ def test_scripts_of_prepare_commands(home: Path, root: Path, capsys: pytest.Capt
     note_changed_scripts(root)
     said = capsys.readouterr().err
     assert f"{home}/make.py" in said and "other.py" not in said
-
-
-def test_hosts_that_do_not_see_the_run(home: Path, root: Path, tmp_path: Path) -> None:
-    """The copies are carried to them, and later the mark that they do not count."""
-    write(home, {"mine.py": "x = 1\n"})
-    begin(root, "mine.f")
-    far = RunDir(tmp_path / "far")
-    write_files(far, read_code(RunDir(root)))
-    (folder,) = code_folders(far.root)
-    assert folder.startswith(str(far.root)) and Path(folder, "mine.py").read_text() == "x = 1\n"
-    resume_code(root, True)
-    write_files(far, read_code(RunDir(root)))
-    assert code_folders(far.root) == []
 
 
 def test_a_run_that_begins_has_its_copy(home: Path, root: Path, tmp_path: Path) -> None:
