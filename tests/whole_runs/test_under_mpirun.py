@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.cluster import Cluster
@@ -149,6 +150,23 @@ def test_a_rank_that_dies_ends_the_run_on_every_host(cluster: Cluster, tmp_path:
     assert running.returncode == 1
     assert "rank 1 on node2 was killed by SIGKILL" in said
     assert not any(cluster.processes(node) for node in ("node1", "node2"))
+
+
+def test_killed_mpirun_leaves_nothing(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """Ten seconds after a SIGKILL of mpirun no host has a process of the run, and the run has failed."""
+    running = training(cluster, tmp_path, task)
+    try:
+        [mpirun] = [child for child in psutil.Process(running.pid).children(True) if "mpirun" in child.cmdline()[0]]
+        mpirun.kill()
+        deadline = time.monotonic() + 10
+        while left := [cluster.processes(node) for node in ("node1", "node2") if cluster.processes(node)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+        said, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 1 and "mpirun was killed by SIGKILL" in said
+    assert json.loads((tmp_path / "run/state.json").read_text())["phase"] == "failed"
 
 
 def test_silent_host_ends_the_run(cluster: Cluster, tmp_path: Path, task: Path) -> None:

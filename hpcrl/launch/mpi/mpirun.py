@@ -52,7 +52,7 @@ GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
 HANDED_ON = ("PYTHONPATH", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
 FAMILIES = ("NCCL_", "UCX_", "FI_", "VLLM_", "HF_", "CUDA_", "TORCH_", "OMP_", "GLOO_")
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
-REST = 5.0  #: seconds for what was still to be handed on when mpirun ended
+REST = 5.0  #: seconds for what was still to be handed on when mpirun ended, and for its ranks to end
 
 
 def call_mpirun(
@@ -282,6 +282,7 @@ def _record(job: RunJob, lost: Sequence[str], what: str) -> None:
     first = rundir.failure()
     if first is None or (lost and (first.role != "launcher" or not all(names_host(first, host) for host in lost))):
         rundir.correct(f"{what} (first seen as: {first})" if first else what)
+    time.sleep(REST)  # rank 0 may live for a moment longer than its mpirun, and write its own state
     try:
         state = read_json(job.root / STATE, JobState)
     except Damaged:

@@ -144,12 +144,11 @@ def check_library(library: str, environment: Mapping[str, str]) -> None:
     opened = "Open MPI" if "Open MPI" in library else "MPICH"
     hydra = "SLURM_PROCID" not in environment or any(name.startswith(("HYDI_", "HYDRA_")) for name in environment)
     started = "MPICH" if "PMI_SIZE" in environment and hydra else opened
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        started = "Open MPI"
+    started = "Open MPI" if "OMPI_COMM_WORLD_SIZE" in environment else started
     if opened != started:
-        said = library.split(",")[0].splitlines()[0]
         raise UsageError(
-            f"an mpirun of {started} (or of what stems from it) has started this process, and mpi4py has opened {said}",
+            f"an mpirun of {started} (or of what stems from it) has started this process, and mpi4py has opened "
+            f"{library.split(',')[0].splitlines()[0]}",
             "put the directory of mpirun's own libmpi first on LD_LIBRARY_PATH, or use the mpirun of that library",
         )
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(mpirun, "GRACE", 0.5)
+    monkeypatch.setattr(mpirun, "REST", 1.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
