@@ -1,5 +1,4 @@
-"""Weight updates side by side in one run: gathered on rank 0, in pieces from all ranks, of what has changed, and a
-plain copy.
+"""Weight updates side by side in one run: gathered on rank 0, in pieces from all ranks, and a plain copy.
 
     python bench/weights.py [--megabytes 256] [--rounds 5] [--rate 200] [--quick] [--no-hosts]
 
@@ -41,16 +40,14 @@ HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
 LOAD = (
     "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries "
-    "before each row; the ways are six. Resharded over shared memory each byte is copied twice: by the rank, and into "
-    "the parameter; delta keeps a copy too."
+    "before each row; the ways are four. Resharded over shared memory each byte is copied twice: by the rank, and into "
+    "the parameter."
 )
 ONE_HOST = (
     ("gathered", True),
     ("resharded", True),
-    ("delta", True),
     ("gathered", False),
     ("resharded", False),
-    ("delta", False),
 )
 
 
@@ -136,7 +133,7 @@ def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
     switch()
     hosts = tuple(Host(number, rate) for number in range(RANKS + 2))
     found: dict[str, Any] = {}
-    for way in ("gathered", "resharded", "delta"):
+    for way in ("gathered", "resharded"):
         found[way] = run(way, False, tensors, rounds, hosts, BUCKET // 4)
     plan = plan_of(Stage("resharded", tensors, 1, 2, "", 0, ("", "", ""), False, BUCKET // 4, hosts, None, None))
     busiest = max(plan.crossing().max(), plan.arriving().max(), plan.handed_on().max())

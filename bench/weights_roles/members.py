@@ -1,7 +1,7 @@
 """Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one
 thread.
 
-They are the real sender and receiver of all three ways; for gathered rank 0 alone sends, and collects the other half of
+They are the real sender and receiver of both ways; for gathered rank 0 alone sends, and collects the other half of
 each tensor from rank 1.  vLLM's loaders are left out of all: a worker copies its part of what it got into its parameters, as
 they do.
 
@@ -171,30 +171,27 @@ def pieces_rank(stage: Stage, me: int) -> None:
     parts = [half_of(n, me % 2) for n in range(stage.tensors)]
     own = {f"w{n}": OwnTensor(part, place, 0, (ROWS, COLUMNS)) for n, part in enumerate(parts)}
     numbers = PieceValues(own, dict.fromkeys(own, "bfloat16"), None, {})
-    delta = stage.way == "delta"
-    sender = PieceSender(post, pieces_of(me, to_bytes(plan)), plan.layouts.names, to, plan.limit, delta)
-    updates = iter(range(stage.rounds + 1))
+    sender = PieceSender(post, pieces_of(me, to_bytes(plan)), plan.layouts.names, to, plan.limit)
 
     def work() -> None:
-        sender.send(numbers, delta and next(updates) > 0)
+        sender.send(numbers)
 
     timed(stage, me, work, lambda turn: change(parts, turn))
 
 
 def pieces_worker(stage: Stage, me: int) -> None:
     post, plan = join(stage, me), plan_of(stage)
-    mine, delta = (me - RANKS) % TP, stage.way == "delta"
+    mine = (me - RANKS) % TP
     held = {name: ([(0, ROWS)], (mine * HALF, HALF)) for name in plan.layouts.names}
     params = {name: torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for name in held}
     box = next(box for box in _boxes(plan) if me in box.workers)
-    reader = PieceReceiver(post, box, held, delta)
+    reader = PieceReceiver(post, box, held)
 
     def load(tensors: list[tuple[str, Any]], last: bool) -> None:
         for name, tensor in tensors:
             params[name].copy_(tensor.narrow(1, mine * HALF, HALF))
 
-    updates = iter(range(stage.rounds + 1))
-    timed(stage, me, lambda: reader.receive(load, delta and next(updates) > 0))
+    timed(stage, me, lambda: reader.receive(load))
     check(stage, me, params)
 
 

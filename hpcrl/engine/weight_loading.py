@@ -164,11 +164,11 @@ class Receiver(WeightTransferEngine):
                 "engines have too"
             ) from error
 
-    def take_pieces(self, reader: PieceReceiver, changes: bool) -> None:
-        """Receive and load all pieces of an update, or what has changed of them; errors as `update_weights`."""
+    def take_pieces(self, reader: PieceReceiver) -> None:
+        """Receive and load all pieces of an update; errors as `update_weights`."""
         account = self._open_account()
         with self._put_back_unless_loaded():
-            reader.receive(lambda tensors, last: self._load_complete(account, tensors, last), changes)
+            reader.receive(lambda tensors, last: self._load_complete(account, tensors, last))
 
     @contextlib.contextmanager
     def _put_back_unless_loaded(self) -> Iterator[None]:

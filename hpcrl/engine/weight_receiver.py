@@ -35,7 +35,7 @@ from hpcrl.weights.pieces.wire import process_identity, read_join_command
 from hpcrl.weights.worker_calls import AnswerStore, worker_name
 
 #: what `hpcrl_answer` calls
-ANSWERS = ("hpcrl_manifest", "hpcrl_abandon", "hpcrl_check", "hpcrl_check_kept")
+ANSWERS = ("hpcrl_manifest", "hpcrl_abandon", "hpcrl_check")
 JOINING = 60.0  #: seconds from rank 0's own joining to the last worker's
 
 
@@ -107,18 +107,14 @@ class WorkerExtension:
             self._hpcrl_pieces = self._hpcrl_joining.result()
         return {"joined": self._hpcrl_pieces is not None}
 
-    def hpcrl_take_pieces(self, what: str = "all") -> dict[str, int]:
-        """Receive and load an update that was started.
-
-        Args:
-            what: all, or changes; bytes: of tensors that had come in part, at most.
-        """
+    def hpcrl_take_pieces(self) -> dict[str, int]:
+        """Receive and load an update that was started; bytes of tensors that had come in part, at most."""
         if self._hpcrl_joining is None:
             raise UpdateRejected("the plan of pieces was not made known")
         reader = self._hpcrl_pieces = self._hpcrl_joining.result(JOINING)
         try:
             with set_current_vllm_config(self.vllm_config):
-                self.weight_transfer_engine.take_pieces(reader, what == "changes")
+                self.weight_transfer_engine.take_pieces(reader)
         except BaseException:
             self._hpcrl_leave()
             raise
@@ -145,13 +141,6 @@ class WorkerExtension:
             if wanted.pop(name, None) != digest(tensor):
                 different.append(name)
         return {"worker": self._hpcrl_name, "compared": compared, "different": different, "unknown": sorted(wanted)}
-
-    def hpcrl_check_kept(self, expected: str) -> dict[str, Any]:
-        """As `hpcrl_check`, with what was put together out of pieces and changes and is kept for the next update."""
-        wanted: dict[str, str] = json.loads(expected)[self._hpcrl_name]
-        found = self._hpcrl_pieces.assembly.digests() if self._hpcrl_pieces is not None else {}
-        different = [name for name, mine in found.items() if wanted.pop(name, None) != mine]
-        return {"worker": self._hpcrl_name, "compared": len(found), "different": different, "unknown": sorted(wanted)}
 
     def hpcrl_see_experts(self) -> None:
         """From now on keep the experts of the requests that ask for them; a second call does nothing."""

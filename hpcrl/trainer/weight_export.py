@@ -123,9 +123,9 @@ class WeightExporter:
             for values, new in zip(mine, flat.split([values.numel() for values in mine]), strict=True):
                 values.copy_(new.view(values.shape))
 
-    def send(self, changes: bool) -> int:
+    def send(self) -> int:
         assert self.piece_sender is not None and self.numbers is not None, "join() and prepare() come first"
-        return self.piece_sender.send(self.numbers, changes)
+        return self.piece_sender.send(self.numbers)
 
     def leave(self) -> None:
         """Give up memory and group."""
@@ -169,9 +169,9 @@ class WeightStream:
         self._say("prepare_values")
         self.exporter.prepare()
 
-    def send(self, changes: bool) -> int:
-        self._say("send", changes)
-        return self._outcome(lambda: self.exporter.send(changes))
+    def send(self) -> int:
+        self._say("send")
+        return self._outcome(self.exporter.send)
 
     def abort(self) -> None:
         """From another thread: have what is under way here fail."""
@@ -209,7 +209,7 @@ class WeightStream:
                     lambda command=command, plan=plan: self.exporter.join(command, pieces_of(self.exporter.rank, plan))
                 )
             elif word == "send":
-                self._outcome(lambda changes=what: self.exporter.send(changes))
+                self._outcome(self.exporter.send)
             elif word == "prepare_values":
                 self.exporter.prepare()
             else:

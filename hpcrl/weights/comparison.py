@@ -1,6 +1,6 @@
 """Whether the engines hold the same bits as the trainer: digests of tensors, compared after an update.
 
-    comparison = Comparison(manifests, ties, model=True, kept=False)
+    comparison = Comparison(manifests, ties)
     comparison.note(name, tensor)          # every tensor as it was sent
     comparison.compare(calls)              # Differs
 
@@ -69,56 +69,36 @@ class Differs(PeerError):
 
 
 class Comparison:
-    """What each worker must hold.
+    """What each worker's model must multiply with (--check-weight-update-equal).
 
     Attributes:
         manifests: [engine][worker].
         ties: name -> the names of those tied to it.
-        model: compare what the model multiplies with (--check-weight-update-equal).
-        kept: compare what a worker has put together out of pieces and changes (--weight-update delta).
     """
 
-    def __init__(
-        self,
-        manifests: Sequence[Sequence[Mapping[str, Any]]],
-        ties: Mapping[str, Sequence[str]],
-        model: bool,
-        kept: bool,
-    ) -> None:
+    def __init__(self, manifests: Sequence[Sequence[Mapping[str, Any]]], ties: Mapping[str, Sequence[str]]) -> None:
         self.manifests = manifests
         self.ties = ties
-        self.found: dict[str, Expected] = {}
-        for method, wanted in (("hpcrl_check", model), ("hpcrl_check_kept", kept)):
-            if wanted:
-                self.found[method] = [{} for _ in manifests]
-
-    def __bool__(self) -> bool:
-        return bool(self.found)
+        self.expected: Expected = [{} for _ in manifests]
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """What each worker must have of a tensor, in the model also under the names of the tensors tied to it."""
+        """What each worker must have of a tensor, also under the names of the tensors tied to it."""
         known: dict[str, str] = {}  # most workers hold the same parts
-        for method, expected in self.found.items():
-            kept = method == "hpcrl_check_kept"
-            for workers, mine in zip(self.manifests, expected, strict=True):
-                for worker in workers:
-                    for other in (name,) if kept else (name, *self.ties.get(name, ())):
-                        rows, columns = span(worker, other, tuple(tensor.shape))
-                        if kept and not sum(length for _, length in rows):
-                            continue
-                        part = json.dumps([rows, columns])
-                        if part not in known:
-                            known[part] = digest(cut(tensor, rows, columns))
-                        mine.setdefault(worker["worker"], {})[other] = known[part]
+        for workers, mine in zip(self.manifests, self.expected, strict=True):
+            for worker in workers:
+                for other in (name, *self.ties.get(name, ())):
+                    rows, columns = span(worker, other, tuple(tensor.shape))
+                    part = json.dumps([rows, columns])
+                    if part not in known:
+                        known[part] = digest(cut(tensor, rows, columns))
+                    mine.setdefault(worker["worker"], {})[other] = known[part]
 
     def compare(self, calls: WorkerCalls) -> None:
         """Differs names the tensors that an engine does not hold as they were sent."""
-        for method, expected in self.found.items():
-            answers = calls.call_each("comparing", method, [[json.dumps(mine)] for mine in expected])
-            for engine, workers in zip(calls.fleet.engines, answers, strict=True):
-                for worker in workers:
-                    if wrong := [*worker["different"], *worker["unknown"]]:
-                        raise Differs(
-                            f"{engine}: after the update {len(wrong)} tensors are not what was sent: "
-                            f"{', '.join(wrong[:5])}"
-                        )
+        answers = calls.call_each("comparing", "hpcrl_check", [[json.dumps(mine)] for mine in self.expected])
+        for engine, workers in zip(calls.fleet.engines, answers, strict=True):
+            for worker in workers:
+                if wrong := [*worker["different"], *worker["unknown"]]:
+                    raise Differs(
+                        f"{engine}: after the update {len(wrong)} tensors are not what was sent: {', '.join(wrong[:5])}"
+                    )

@@ -72,7 +72,6 @@ class WeightSender:
         self.scheme = scheme_of(options.hf_checkpoint) if coded else None
         self.manifests: list[list[dict[str, Any]]] = []
         self.comparison: Comparison | None = None
-        self.changes = 0  #: updates that brought what had changed
         self._outline: tuple[Any, ...] | None = None  # what all engines that ever came have in common
 
     @property
@@ -123,7 +122,7 @@ class WeightSender:
         """
         wish = self.options.weight_update
         if self.manifests[0][0]["backend"] == DISK:
-            if wish in ("resharded", "delta"):
+            if wish == "resharded":
                 raise UsageError(f"--weight-update {wish}: {pieces_obstacle(DISK, wish)}", "use auto or gathered")
             return DiskUpdate(fleet, self.options, self.scheme, self.written, self.identity)
         if why := obstacle(self.manifests, wish):
@@ -177,9 +176,10 @@ class WeightSender:
     def _publish(self, source: Source, version: int) -> dict[str, float]:
         assert self.fleet is not None and self.update is not None, "connect() comes first"
         begin = time.monotonic()
-        self.comparison = Comparison(self.manifests, self.ties, self.options.check_weight_update_equal, self._is_due())
+        compare = self.options.check_weight_update_equal
+        self.comparison = Comparison(self.manifests, self.ties) if compare else None
         try:
-            self.update.stage(source, self._checked, bool(self.comparison), version)
+            self.update.stage(source, self._checked, compare, version)
         except Exception as error:
             self._tell_lost(error)
             raise
@@ -205,12 +205,6 @@ class WeightSender:
             "perf/update_weights_pause_time": end - paused,
             "perf/update_weights_bytes": float(self.update.bytes),
         }
-
-    def _is_due(self) -> bool:
-        """Whether what the workers have put together is to be compared after this update."""
-        assert self.update is not None
-        self.changes += self.update.current
-        return self.update.current and self.changes % self.options.weight_update_check_interval == 0
 
     def _checked(self, tensors: Stream) -> Stream:
         """Whole tensors in the engines' dtypes, noted for the comparison.

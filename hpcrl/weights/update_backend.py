@@ -38,7 +38,7 @@ class TransportConditions:
         cpu: the engines run vLLM's CPU build.
         one_host: all of the run is on one.
         colocate: trainer and engines share GPUs.
-        from_host: what is sent is in host memory: whole tensors, or what has changed.
+        from_host: what is sent is in host memory.
     """
 
     cpu: bool
@@ -140,7 +140,7 @@ def pieces_obstacle(backend: str, wish: str) -> str | None:
     """
     if backend not in TAKES_PIECES:
         return f"the engines receive with {backend}, which takes whole tensors"
-    if backend in (NCCL, IPC) and wish in ("gathered", "delta"):
+    if backend in (NCCL, IPC) and wish == "gathered":
         return "it sends from host memory, and over NCCL and CUDA IPC bytes come from the GPU's"
     return None
 
@@ -149,7 +149,7 @@ def _way(options: Options, plan: Plan, cpu: bool) -> str:
     one_host = (
         len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
     )
-    from_host = options.weight_update in ("gathered", "delta")
+    from_host = options.weight_update == "gathered"
     return choose(
         options.weight_transfer,
         TransportConditions(cpu, one_host, options.colocate and not plan.external, from_host),

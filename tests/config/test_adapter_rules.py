@@ -21,7 +21,6 @@ LORA: dict[str, Any] = {"lora_rank": 8}
         ({"critic_load": "c", "advantage_estimator": "ppo"}, "--critic-load and --lora-rank"),
         ({"megatron": {"moe_router_bias_update_rate": 0.001}}, "--moe-router-bias-update-rate 0.001"),
         ({"megatron": {"moe_shared_expert_overlap": True}}, "--moe-shared-expert-overlap"),
-        ({"weight_update": "delta"}, "--weight-update delta"),
         ({"target_modules": []}, "--target-modules names nothing"),
         ({"vllm": {"max_loras": 4}}, "--vllm-max-loras"),
     ],

@@ -501,8 +501,7 @@ def test_what_differs_from_the_defaults() -> None:
             "--advantage-estimator grpo needs several responses",
         ),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
-        ({"weight_update": "delta", "weight_transfer": "nccl"}, "--weight-transfer nccl sends from"),
-        ({"weight_update": "delta", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
+        ({"weight_update": "resharded", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
         (
             {
                 "weight_transfer": "disk",
@@ -518,14 +517,10 @@ def test_what_differs_from_the_defaults() -> None:
             "engines on the trainer's.*--colocate is not given; give --colocate",
         ),
         ({"weight_update": "gathered", "weight_transfer": "nccl"}, "over --weight-transfer nccl is pieces"),
-        *(
-            (
-                {"weight_transfer": "ipc", "colocate": True, "weight_update": way},
-                f"--weight-update {way}: what goes over .* pieces",
-            )
-            for way in ("gathered", "delta")
+        (
+            {"weight_transfer": "ipc", "colocate": True, "weight_update": "gathered"},
+            "--weight-update gathered: what goes over .* pieces",
         ),
-        ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
         (
             {"save_interval": 2, "non_persistent_save_interval": 4},
             "--non-persistent-save-interval has no effect here: --save-interval 2",

@@ -444,15 +444,14 @@ def test_long_prompts_that_do_not_fit_one_batch(tmp_path: Path, task: Path) -> N
 
 
 def test_a_run_that_trains_what_drafts(tmp_path: Path, task: Path) -> None:
-    """Two tensor-parallel ranks send their own pieces, whole and then what has changed; each update is compared."""
+    """Two tensor-parallel ranks send their own pieces; each update is compared."""
     drafts = '{ method = "mtp", num_speculative_tokens = 1 }'
     more = {
         "num_rollout": 3,
         "actor_num_gpus_per_node": 2,
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
-        "weight_update": "delta",
-        "weight_update_check_interval": 1,
+        "check_weight_update_equal": True,
         "mtp_num_layers": 1,
         "enable_mtp_training": True,
     }

@@ -24,7 +24,7 @@ _MEGATRON = {
 def check_adapters(o: Options) -> None:
     """Raise UsageError for all that cannot be with --lora-rank."""
     if o.lora_rank:
-        raise_together(failures([_trained_too, _megatron, _changes, _names, _engines], o))
+        raise_together(failures([_trained_too, _megatron, _names, _engines], o))
 
 
 def _trained_too(o: Options) -> None:
@@ -39,13 +39,6 @@ def _megatron(o: Options) -> None:
             raise UsageError(
                 f"{as_flag(name, value)} and --lora-rank exclude each other: {why}", "leave one of them out"
             )
-
-
-def _changes(o: Options) -> None:
-    if o.weight_update == "delta" and o.lora_serve != "merged":
-        raise UsageError(
-            "--weight-update delta: an update of an adapter brings all of it", "leave it out, or --lora-serve merged"
-        )
 
 
 def _names(o: Options) -> None:

@@ -118,15 +118,9 @@ def check_weights(o: Options) -> None:
             "--weight-update gathered: what goes over --weight-transfer nccl is pieces, from the GPU's memory",
             "give --weight-update auto or resharded, or --weight-transfer gloo",
         )
-    if o.weight_update == "delta" and o.weight_transfer == "nccl":
+    if o.weight_update == "resharded" and o.weight_transfer == "disk":
         raise UsageError(
-            "--weight-update delta finds and keeps what has changed in the host's memory, --weight-transfer nccl sends "
-            "from the GPU's",
-            "give --weight-update auto or resharded, or --weight-transfer gloo",
-        )
-    if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
-        raise UsageError(
-            f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
+            "--weight-update resharded: what goes over --weight-transfer disk is whole tensors",
             "leave one of them out",
         )
     if o.weight_transfer == "disk" and o.check_weight_update_equal and o.engine_data_parallel_size > 1:
@@ -148,10 +142,9 @@ def _check_ipc(o: Options) -> None:
             "--weight-transfer ipc is for engines on the trainer's GPUs, and --colocate is not given",
             "give --colocate, or --weight-transfer auto",
         )
-    if o.weight_update in ("gathered", "delta"):
+    if o.weight_update == "gathered":
         raise UsageError(
-            f"--weight-update {o.weight_update}: what goes over --weight-transfer ipc is pieces, whole, from the GPU's "
-            "memory",
+            "--weight-update gathered: what goes over --weight-transfer ipc is pieces, whole, from the GPU's memory",
             "give --weight-update auto or resharded, or --weight-transfer shm",
         )
 
@@ -251,5 +244,3 @@ def _inert_in_weights(o: Options) -> Iterator[tuple[str, str]]:
     """(options, why they do nothing)"""
     if o.weight_transfer != "disk":
         yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
-    if o.weight_update != "delta":
-        yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"

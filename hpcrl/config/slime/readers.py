@@ -196,38 +196,26 @@ def spec(flag: str, given: Given) -> FlagReading:
 
 
 def update_mode(flag: str, given: Given) -> FlagReading:
-    """Whole tensors, or what has changed, which is found in the hosts' memory and sent from there."""
-    name = one(given, flag)
-    if name == "full":
-        return FlagReading("needless", (), "every update brings all tensors, as long as nothing else is said")
-    return FlagReading(
-        "translated", ("--weight-update", *given[flag], *(("--weight-transfer", "gloo") if name == "delta" else ()))
-    )
+    """Whole tensors, or what has changed of them."""
+    if one(given, flag) in ("full", "delta"):
+        return FlagReading("needless", (), "every update brings all tensors; the engines hold the same bits")
+    return FlagReading("refused", (), "slime has full and delta")
 
 
 def update_transport(flag: str, given: Given) -> FlagReading:
     """NCCL is what is taken where it can be."""
     name = one(given, flag)
-    if one(given, "update-weight-mode") == "delta" and name in ("nccl", "disk"):
-        return FlagReading("needless", (), "changes go from host memory to host memory")
+    if one(given, "update-weight-mode") == "delta" and name == "disk":
+        return FlagReading("needless", (), "whole tensors go from memory to memory: files of changes are not written")
     if name == "nccl":
         return FlagReading("needless", (), "--weight-transfer auto takes NCCL where there are GPUs")
     return FlagReading("translated", ("--weight-transfer", *given[flag]))
 
 
-def of_deltas(flag: str, given: Given) -> FlagReading:
-    """How slime writes down and checks what has changed."""
-    if one(given, "update-weight-mode") != "delta":
-        return FlagReading("needless", (), "no effect: --update-weight-mode delta is not given")
-    return FlagReading(
-        "needless", (), "--weight-update delta has its own form, checked by digests; the engines hold the same bits"
-    )
-
-
 def update_directory(flag: str, given: Given) -> FlagReading:
     """Where whole tensors are written; of what has changed no file is."""
     if one(given, "update-weight-mode") == "delta":
-        return FlagReading("needless", (), "changes go from memory to memory, and no file is written")
+        return FlagReading("needless", (), "whole tensors go from memory to memory: files of changes are not written")
     return FlagReading("kept", ("--update-weight-disk-dir", *given[flag]))
 
 
@@ -348,7 +336,6 @@ READERS: dict[str, Callable[[str, Given], FlagReading]] = {
         expert_parallel,
         fault_tolerance,
         kl_in_reward,
-        of_deltas,
         offload,
         own_function,
         own_settings,

@@ -4,8 +4,8 @@ A part of a matrix of which all comes in one round may stay where it is, in memo
 it straight into their parameters (`borrowed_view.py`).
 
 Invariants: everything that this worker needs comes exactly once, which is checked before anything is received; parts
-that are not complete take memory in addition to the model, and so do, with `keep`, all parts, on the host, from one
-update to the next; after `settle` no tensor that was handed out reads a message's memory.
+that are not complete take memory in addition to the model; after `settle` no tensor that was handed out reads a
+message's memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ import torch
 from hpcrl.engine.pieces.borrowed_view import BorrowedPart, BorrowedView
 from hpcrl.engine.pieces.part_tensor import part_tensor
 from hpcrl.models.files.safetensors_files import ITEM_BYTES
-from hpcrl.weights.comparison import digest
-from hpcrl.weights.pieces.elements import WHOLE, copy, read, size, words
-from hpcrl.weights.pieces.wire import Message, ReceivePlan, WireTensor
+from hpcrl.weights.pieces.elements import copy
+from hpcrl.weights.pieces.wire import ReceivePlan, WireTensor
 from hpcrl.weights.redistribution.layouts import targets
 
 HOST = torch.device("cpu")
@@ -55,7 +53,6 @@ class Assembly:
 
     Attributes:
         held: what this worker holds of each tensor that it needs, by name.
-        keep: parts stay from update to update.
         device: where messages and parts are.
         borrow: parts may stay in the messages' memory until `settle`.
 
@@ -67,13 +64,11 @@ class Assembly:
         self,
         receive_plan: ReceivePlan,
         held: Mapping[str, Held],
-        keep: bool = False,
         device: torch.device = HOST,
         borrow: bool = False,
     ) -> None:
         self.receive_plan = receive_plan
         self.held = held
-        self.keep = keep
         self.size = {name: self._count(name, tensor.shape) for name, tensor in self._tensors().items()}
         self.missing: dict[str, int] = {}
         self.parts: dict[str, torch.Tensor] = {}
@@ -81,22 +76,19 @@ class Assembly:
         self.handed_out: list[weakref.ref[BorrowedPart]] = []
         self.most = self.bytes = 0
         self.memory = PartMemory(device)
-        self.current = False  #: all parts are those of the last update
-        self.messages = list(receive_plan.messages())
-        # of each message (which of its pieces, our elements, piece)
-        self.mine: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
+        self.mine: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # of each message (our elements, piece)
         coming = dict.fromkeys(self.size, 0)
-        for number, message in enumerate(self.messages):
-            for which, piece in enumerate(message.pieces):
+        for number, message in enumerate(receive_plan.messages()):
+            for piece in message.pieces:
                 tensor = receive_plan.tensors[piece[0]]
                 if tensor.name in self.size and (count := self._in(tensor.name, piece)):
                     coming[tensor.name] += count
-                    self.mine.setdefault(number, []).append((which, count, piece))
+                    self.mine.setdefault(number, []).append((count, piece))
         if wrong := [name for name, count in coming.items() if count != self.size[name]]:
             raise ValueError(
                 f"of {wrong[0]} {coming[wrong[0]]} elements would come, this worker needs {self.size[wrong[0]]}"
             )
-        self.borrowable = self._of_one_round() if borrow and not keep else frozenset()
+        self.borrowable = self._of_one_round() if borrow else frozenset()
 
     def _of_one_round(self) -> frozenset[str]:
         """The matrices of which all that this worker needs comes in one round."""
@@ -104,7 +96,7 @@ class Assembly:
         number = 0
         for turn, messages in enumerate(self.receive_plan.rounds):
             for which in range(number, number + len(messages)):
-                for _, _, piece in self.mine.get(which, ()):
+                for _, piece in self.mine.get(which, ()):
                     rounds.setdefault(piece[0], set()).add(turn)
             number += len(messages)
         tensors = self.receive_plan.tensors
@@ -127,47 +119,24 @@ class Assembly:
     def start_update(self) -> None:
         """A new update."""
         self.missing = dict(self.size)
-        self.current = False
         self.borrowed = {}
         self.handed_out = []
-        if not self.keep:
-            self.parts = {}
-            self.bytes = 0
-            self.most = 0
+        self.parts = {}
+        self.bytes = 0
+        self.most = 0
 
-    def read_message(
-        self, number: int, buffer: torch.Tensor, counts: torch.Tensor | None = None
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Take message `number` out of its bytes; the tensors that are complete now, as loaders want them.
-
-        Args:
-            counts: the change counts of a message that brings changes (`hpcrl.weights.pieces.elements`).
-
-        Raises:
-            ValueError: for impossible ones.
-        """
+    def read_message(self, number: int, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Take message `number` out of its bytes; the tensors that are complete now, as loaders want them."""
         complete = []
-        places = self._places(number, counts)
-        for which, ours, (index, top, bottom, left, right, offset) in self.mine.get(number, ()):
+        for ours, (index, top, bottom, left, right, offset) in self.mine.get(number, ()):
             tensor = self.receive_plan.tensors[index]
-            area = (top, bottom, left, right)
-            if counts is not None and (count := int(counts[which])) != WHOLE:
-                self._change(tensor, area, buffer[places[which] :], count)
-            else:
-                begin = offset if counts is None else places[which]
-                end = begin + (bottom - top) * (right - left) * ITEM_BYTES[tensor.dtype]
-                piece = buffer[begin:end].view(getattr(torch, tensor.dtype)).view(bottom - top, right - left)
-                self._put(tensor, area, piece)
+            end = offset + (bottom - top) * (right - left) * ITEM_BYTES[tensor.dtype]
+            piece = buffer[offset:end].view(getattr(torch, tensor.dtype)).view(bottom - top, right - left)
+            self._put(tensor, (top, bottom, left, right), piece)
             self.missing[tensor.name] -= ours
             if not self.missing[tensor.name]:
                 complete.append((tensor.name, self._done(tensor)))
         return complete
-
-    def _places(self, number: int, counts: torch.Tensor | None) -> list[int]:
-        """Where each piece of a message with change counts begins."""
-        if counts is None:
-            return []
-        return [0, *accumulate(sizes(self.receive_plan, self.messages[number], counts))]
 
     def _put(self, tensor: WireTensor, area: tuple[int, int, int, int], piece: torch.Tensor) -> None:
         """Take a piece, or note where it lies."""
@@ -196,31 +165,13 @@ class Assembly:
             self.most = max(self.most, self.bytes)
         return self.parts[tensor.name]
 
-    def _change(self, tensor: WireTensor, area: tuple[int, int, int, int], buffer: torch.Tensor, count: int) -> None:
-        """Put in what has changed of a piece."""
-        if not count:
-            return
-        top, bottom, left, right = area
-        width = right - left
-        item = ITEM_BYTES[tensor.dtype]
-        at, values = read(buffer, count, (bottom - top) * width, item)
-        row = at // width
-        column = at % width
-        part = words(self.parts[tensor.name])
-        for own, inside in targets(*self.held[tensor.name], area):
-            (first, last), (begin, end) = ((one.start, one.stop) for one in inside)
-            mine = (row >= first) & (row < last) & (column >= begin) & (column < end)
-            part[own][row[mine] - first, column[mine] - begin] = values[mine]
-
     def _done(self, tensor: WireTensor) -> torch.Tensor:
-        """A complete tensor, as loaders want it: a view of borrowed memory, a kept one, or theirs alone."""
+        """A complete tensor, as loaders want it: a view of borrowed memory, or theirs alone."""
         if (borrowed := self.borrowed.pop(tensor.name, None)) is not None:
             self.handed_out.append(weakref.ref(borrowed))
             return part_tensor(tensor.shape, BorrowedView(borrowed), *self.held[tensor.name])
-        found = self.parts[tensor.name]
-        if not self.keep:
-            del self.parts[tensor.name]
-            self.bytes -= found.nbytes
+        found = self.parts.pop(tensor.name)
+        self.bytes -= found.nbytes
         part = found if len(tensor.shape) == 2 else found.view(len(found), *tensor.shape[1:])
         return part_tensor(tensor.shape, part, *self.held[tensor.name])
 
@@ -234,19 +185,3 @@ class Assembly:
     def complete(self) -> bool:
         """Whether everything has come."""
         return not any(self.missing.values())
-
-    def digests(self) -> dict[str, str]:
-        """Of every part that is kept, by name."""
-        shapes = {tensor.name: tensor.shape for tensor in self.receive_plan.tensors}
-        return {
-            name: digest(part if len(shapes[name]) == 2 else part.view(len(part), *shapes[name][1:]))
-            for name, part in self.parts.items()
-        }
-
-
-def sizes(receive_plan: ReceivePlan, message: Message, counts: torch.Tensor) -> list[int]:
-    """Bytes of each piece of a message with change counts."""
-    found = []
-    for (index, top, bottom, left, right, _), count in zip(message.pieces, counts.tolist(), strict=True):
-        found.append(size(count, (bottom - top) * (right - left), ITEM_BYTES[receive_plan.tensors[index].dtype]))
-    return found

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcrl.engine.membership.broadcast import in_thread
-from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
+from hpcrl.engine.pieces.assembly import Assembly, Held
 from hpcrl.errors import HpcrlError
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device, use_device
-from hpcrl.weights.pieces.elements import WHOLE
 from hpcrl.weights.pieces.peer_transport import MessageMemory, PeerTransport, Transfer
 from hpcrl.weights.pieces.piece_sender import MEMORY
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Message, ReceivePlan, WorkerJoinCommand
@@ -39,12 +38,10 @@ Load = Callable[[list[tuple[str, torch.Tensor]], bool], None]
 class PieceReceiver:
     """One worker, member `transport.me`, of the destination host that `receive_plan` is for."""
 
-    def __init__(
-        self, transport: PeerTransport, receive_plan: ReceivePlan, held: Mapping[str, Held], keep: bool = False
-    ) -> None:
+    def __init__(self, transport: PeerTransport, receive_plan: ReceivePlan, held: Mapping[str, Held]) -> None:
         self.transport = transport
         self.receive_plan = receive_plan
-        self.assembly = Assembly(receive_plan, held, keep, transport.device, transport.may_borrow)
+        self.assembly = Assembly(receive_plan, held, transport.device, transport.may_borrow)
         self.host_leader = transport.me == receive_plan.host_leader
         self.other_workers = (
             [worker for worker in receive_plan.workers if worker != transport.me] if self.host_leader else []
@@ -58,11 +55,8 @@ class PieceReceiver:
                 self.maps[transport.me] = self.memory.buffer, half
                 transport.show(f"{MEMORY}{transport.me}", json.dumps(self.memory.to_wire() | {"half": half}))
 
-    def receive(self, load: Load, changes: bool = False) -> None:
+    def receive(self, load: Load) -> None:
         """One update; load(tensors, last) is given what is complete after each round.
-
-        Args:
-            changes: it brings what differs from the last.
 
         Raises:
             PeerError, DeadlineError: name the member that did not take part, ValueError what is wrong with what came;
@@ -70,33 +64,27 @@ class PieceReceiver:
         """
         try:
             with self.transport.update():
-                self._receive(load, changes)
+                self._receive(load)
         except BaseException:
             self.close()
             raise
 
-    def _receive(self, load: Load, changes: bool) -> None:
-        if changes and not self.assembly.current:
-            raise ValueError("changes were to come, and this worker has not kept what they change")
+    def _receive(self, load: Load) -> None:
         self.assembly.start_update()
         number = 0
         rounds = self.receive_plan.rounds or ((),)  # a worker that needs nothing has one empty round, its last
         arriving: dict[tuple[int, int], Transfer] = {}
         for turn in range(HALVES):
-            arriving |= self._hear_of(turn, changes) | self._expect(turn, changes)
+            arriving |= self._hear_of(turn) | self._expect(turn)
         for turn, messages in enumerate(rounds):
             handed: list[Transfer] = []
             complete: list[tuple[str, torch.Tensor]] = []
-            arriving |= self._hear_of(turn + HALVES, changes)
+            arriving |= self._hear_of(turn + HALVES)
             for place, message in enumerate(messages):
-                transfer = arriving.pop((turn, place))
+                arriving.pop((turn, place)).wait()
                 if not message.near and self.host_leader:
-                    counts = self._arrived(message, transfer, changes)
-                    handed += self._hand_on(message, counts)
-                else:
-                    heard = transfer.wait()
-                    counts = self._counts(message, heard) if changes else None
-                complete += self.assembly.read_message(number + place, self._bytes(message), counts)
+                    handed += self._hand_on(message)
+                complete += self.assembly.read_message(number + place, self._bytes(message))
                 if not self.assembly.borrowable:
                     handed += self._done_with(message)
             number += len(messages)
@@ -107,8 +95,7 @@ class PieceReceiver:
                     self._end_round(messages, handed)
                 raise
             self._end_round(messages, handed)
-            arriving |= self._expect(turn + HALVES, changes)
-        self.assembly.current = self.assembly.keep
+            arriving |= self._expect(turn + HALVES)
 
     def _end_round(self, messages: tuple[Message, ...], handed: list[Transfer]) -> None:
         """Tell all senders that a round is read, and wait until they have received it."""
@@ -135,26 +122,22 @@ class PieceReceiver:
             self.transport.settle()
         return [self.transport.tell(source, DONE) for source in sources]
 
-    def _hear_of(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
-        """Begin to receive the announcements of a round that lies in memory of others, by position: a READY, or the
-        change counts.
+    def _hear_of(self, turn: int) -> dict[tuple[int, int], Transfer]:
+        """Begin to receive the announcements of a round that lies in memory of others, by position.
 
         This happens before they can be sent: what has a receive posted arrives at once; for the rest gloo asks first,
         and its thread spins until we answer.
         """
         return {
-            (turn, place): self.transport.hear(self._source(message), READY, len(message.pieces) if changes else 0)
+            (turn, place): self.transport.hear(self._source(message), READY)
             for place, message in enumerate(self._messages(turn))
             if message.near or not self.host_leader
         }
 
-    def _expect(self, turn: int, changes: bool) -> dict[tuple[int, int], Transfer]:
-        """Begin to receive what comes over sockets in a round: its bytes, or with --weight-update delta the change
-        counts, which say how many bytes follow."""
+    def _expect(self, turn: int) -> dict[tuple[int, int], Transfer]:
+        """Begin to receive what comes over sockets in a round."""
         found = {
-            (turn, place): self.transport.hear(message.sender, READY, len(message.pieces))
-            if changes
-            else self.transport.receive(self._bytes(message), message.sender, DATA)
+            (turn, place): self.transport.receive(self._bytes(message), message.sender, DATA)
             for place, message in enumerate(self._messages(turn))
             if self.host_leader and not message.near
         }
@@ -164,42 +147,12 @@ class PieceReceiver:
     def _messages(self, turn: int) -> tuple[Message, ...]:
         return self.receive_plan.rounds[turn] if turn < len(self.receive_plan.rounds) else ()
 
-    def _arrived(self, message: Message, arriving: Transfer, changes: bool) -> torch.Tensor | None:
-        """Wait for a message that comes over sockets; returns its change counts, if it brings changes."""
-        found = arriving.wait()
-        if not changes:
-            return None
-        counts = self._counts(message, found)
-        if nbytes := sum(sizes(self.receive_plan, message, counts)):
-            self.transport.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()
-        return counts
-
-    def _counts(self, message: Message, found: torch.Tensor) -> torch.Tensor:
-        """The change counts that arrived, checked.
-
-        Raises:
-            ValueError: if more would come than there is room for.
-        """
-        counts = found.view(torch.int32)
-        if int(counts.min()) < WHOLE or sum(sizes(self.receive_plan, message, counts)) > message.nbytes:
-            raise ValueError(f"more changes of {len(message.pieces)} pieces are to come than there is room for")
-        return counts
-
-    def _hand_on(self, message: Message, counts: torch.Tensor | None) -> list[Transfer]:
+    def _hand_on(self, message: Message) -> list[Transfer]:
         """Tell the other workers of this host that a message is there, and forward it to other hosts."""
         content = self._bytes(message)
-        if counts is not None:
-            content = content[: sum(sizes(self.receive_plan, message, counts))]
-        onward = [
-            self.transport.tell(host_leader, READY, counts)
-            for host_leader in self.receive_plan.onward
-            if counts is not None
-        ]
-        onward += [
-            self.transport.send(content, host_leader, DATA) for host_leader in self.receive_plan.onward if len(content)
-        ]
+        onward = [self.transport.send(content, leader, DATA) for leader in self.receive_plan.onward if len(content)]
         self.transport.flush()
-        told = [self.transport.tell(worker, READY, counts) for worker in self.other_workers]
+        told = [self.transport.tell(worker, READY) for worker in self.other_workers]
         return onward + told + [self.transport.hear(worker, DONE) for worker in self.other_workers]
 
     def _source(self, message: Message) -> int:
@@ -263,7 +216,7 @@ def join(command: WorkerJoinCommand, worker: str, held: Holdings) -> Future[Piec
             )
             transport = choose_transport(group, number, update_group, device)
             try:
-                return PieceReceiver(transport, receive_plan, mine, command.keep)
+                return PieceReceiver(transport, receive_plan, mine)
             except BaseException:
                 transport.close()
                 raise

@@ -1,11 +1,11 @@
-"""Trainer ranks send pieces of tensors straight to the workers that need them: with --weight-update resharded and delta
-every rank, with gathered rank 0 alone.
+"""Trainer ranks send pieces of tensors straight to the workers that need them: with --weight-update resharded every
+rank, with gathered rank 0 alone.
 
     piece_update.py        the driver's side: start here
     planning.py            the plan, from the trainer's table of tensors and the engines' manifests
     messages.py            its messages: what each rank sends and each host receives in each round
     wire.py                what ranks and workers are told once, as plain values
-    elements.py            the elements of a piece: cast or quantised, or only those that changed
+    elements.py            the elements of a piece: cast or quantised
     piece_sender.py        a rank's pieces, round by round
     gathered.py            whole tensors on rank 0, as pieces that it draws from the export
     peer_transport.py      messages over sockets and shared memory; device_transport.py (NCCL) and ipc_transport.py

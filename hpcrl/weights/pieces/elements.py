@@ -1,17 +1,8 @@
-"""The elements of a piece as they are sent and received: cast to the dtype that the engines want, quantised to FP8 with
-scales, copied as bits, or, for --weight-update delta, only those that changed since the last update.
+"""The elements of a piece as they are sent: cast to the dtype that the engines want, quantised to FP8 with scales, or
+copied as bits.
 
-    count = write(new, old, item, out)          # the sender; `old` is then `new`
-    read(buffer, count, elements, item)         # the receiver: (positions, values) of what changed
-
-With a delta message go its *change counts*: for each piece WHOLE, or how many of its elements changed.  The message
-itself has the whole piece, or nothing, or: how many changed in each block of 65,536 elements (int32), the position of
-each in its block (uint16), and the new values.  One element of two bytes thus takes four, and a piece of which half has
-changed is sent whole.
-
-Invariants: what is sent is bit for bit what `hpcrl.models.files.fp8` makes of the whole tensor: the largest value of a
-block that is on several ranks is agreed among them before anything is encoded; changed elements are compared and put
-back bit by bit, so the result is exactly what was sent; a piece takes at most as many bytes as it does whole.
+Invariant: what is sent is bit for bit what `hpcrl.models.files.fp8` makes of the whole tensor: the largest value of a
+block that is on several ranks is agreed among them before anything is encoded.
 """
 
 from __future__ import annotations
@@ -28,14 +19,6 @@ from hpcrl.errors import DataError
 from hpcrl.models.files.fp8 import BAND, Scheme, encode, scales_for
 from hpcrl.models.slicing import SourceRectangle
 from hpcrl.weights.redistribution.layouts import Rectangle, sources
-from hpcrl.weights.redistribution.loads import ALIGN
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  #: of an element's size
-
-
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor, in the shape and with the item size that it has."""
-    return tensor.view(WORDS[tensor.element_size()])
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -62,79 +45,6 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
         "data": (tensor.data_ptr(), False),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-WHOLE = -1
-BLOCK = 1 << 16
-
-
-def change_counts(pieces: int) -> torch.Tensor:
-    """Room for the change counts of a message: int32 [pieces]."""
-    return torch.full((pieces,), WHOLE, dtype=torch.int32)
-
-
-def size(count: int, elements: int, item: int) -> int:
-    """Bytes of a piece of which `count` elements have changed, or which is sent WHOLE, with the gap behind it."""
-    if count == 0:
-        return 0
-    nbytes = elements * item if count == WHOLE else _values_at(count, elements) + count * item
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def _values_at(count: int, elements: int) -> int:
-    """Where the values begin: behind the counts of the blocks and the places, at a multiple of 8."""
-    return -(-(4 * -(-elements // BLOCK) + 2 * count) // 8) * 8
-
-
-def write(new: torch.Tensor, old: torch.Tensor, item: int, out: torch.Tensor) -> int:
-    """What changed from `old` to `new` into `out`, which has room for all of `new`; then `old` has the bits of `new`.
-
-    All uint8 [bytes].
-
-    Args:
-        item: bytes of an element.
-
-    Returns:
-        The piece's change count.
-    """
-    words = new.view(WORDS[item])
-    before = old.view(WORDS[item])
-    at = torch.from_numpy(np.flatnonzero(words.numpy() != before.numpy()))  # six times as quick as torch's
-    count = len(at)
-    elements = len(words)
-    if size(count, elements, item) >= size(WHOLE, elements, item):
-        out[: len(new)].copy_(new)
-        old.copy_(new)
-        return WHOLE
-    if count:
-        blocks = -(-elements // BLOCK)
-        values = words[at]
-        begin = _values_at(count, elements)
-        out[: 4 * blocks].view(torch.int32).copy_(torch.bincount(at >> 16, minlength=blocks))
-        out[4 * blocks : 4 * blocks + 2 * count].view(torch.int16).copy_(
-            at & (BLOCK - 1)
-        )  # the low bits, which int16 keeps
-        out[begin : begin + count * item].view(words.dtype).copy_(values)
-        before[at] = values
-    return count
-
-
-def read(buffer: torch.Tensor, count: int, elements: int, item: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions, int64 [count], ascending; values, words of `item` bytes [count]) of what `write` made of a piece.
-
-    Raises:
-        ValueError: if it is not of a piece with so many elements.
-    """
-    blocks = -(-elements // BLOCK)
-    begin = _values_at(count, elements)
-    each = buffer[: 4 * blocks].view(torch.int32).long()
-    if int(each.min()) < 0 or int(each.sum()) != count:
-        raise ValueError(f"{int(each.sum())} changed elements were to come, {count} were announced")
-    low = buffer[4 * blocks : 4 * blocks + 2 * count].view(torch.int16).long() & (BLOCK - 1)
-    at = low + torch.repeat_interleave(torch.arange(blocks), each) * BLOCK
-    if count and int(at.max()) >= elements:
-        raise ValueError(f"element {int(at.max())} of a piece of {elements} was to change")
-    return at, buffer[begin : begin + count * item].view(WORDS[item])
 
 
 #: the largest values of a rank's quantised tensors, to be raised to those of all ranks that hold parts of the same

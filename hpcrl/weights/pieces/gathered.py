@@ -2,7 +2,7 @@
 
     source = GatheredSource(host)
     source.start_update(ranks, stream)     # an update: `stream` collects whole tensors on rank 0
-    source.describe(); source.join(command, plan); source.prepare(); source.send(False)
+    source.describe(); source.join(command, plan); source.prepare(); source.send()
 
 Rank 0 packs pieces out of the stream as it comes.  Where all of them lie in one round, as on one host, it does that
 while engines still generate.
@@ -113,10 +113,10 @@ class GatheredSource:
         if self.sender.stage(self.values):
             self.values.close()
 
-    def send(self, changes: bool) -> int:
+    def send(self) -> int:
         """Send everything; how many bytes."""
         assert self.sender is not None and self.values is not None, "prepare() comes first"
-        sent = self.sender.send(self.values, changes)
+        sent = self.sender.send(self.values)
         self.values.close()
         return sent
 

@@ -135,17 +135,13 @@ class PeerTransport:
         with named(what, self.seconds):
             return Transfer(self._open_group().recv([tensor], source, tag), tensor, what, self.seconds, self._left)
 
-    def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
-        """Begin to send a control message: empty, or change counts (int32)."""
-        return self.send(self._token if counts is None else counts.view(torch.uint8), to, tag)
+    def tell(self, to: int, tag: int) -> Transfer:
+        """Begin to send a control message, which is empty."""
+        return self.send(self._token, to, tag)
 
-    def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
-        """Begin to receive one.
-
-        Args:
-            pieces: how many the message with these change counts has, 0: there are none.
-        """
-        return self.receive(torch.zeros(max(1, 4 * pieces), dtype=torch.uint8), source, tag)
+    def hear(self, source: int, tag: int) -> Transfer:
+        """Begin to receive one."""
+        return self.receive(torch.zeros(1, dtype=torch.uint8), source, tag)
 
     @property
     def may_borrow(self) -> bool:

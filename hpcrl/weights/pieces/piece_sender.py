@@ -2,8 +2,7 @@
 its host read in its memory.
 
 Invariants: a half of the message memory is packed again only when every receiver has what was in it, so memory in
-addition to the weights is two rounds, at most --update-weight-buffer-size; with `keep` it is also a copy of all that
-this rank sends, and one piece.
+addition to the weights is two rounds, at most --update-weight-buffer-size.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ import msgspec
 import numpy as np
 import torch
 
-from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device
-from hpcrl.weights.pieces.elements import change_counts, size, write
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory
 from hpcrl.weights.pieces.messages import NBYTES, PackedShards, packed_shards
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, UpdateGroup
 from hpcrl.weights.redistribution.layouts import Rectangle
-from hpcrl.weights.redistribution.loads import padded
 
 MEMORY = "memory of "  #: under which a member shows where its memory is
 
@@ -49,7 +45,6 @@ class JoinCommand(msgspec.Struct, frozen=True):
     dtypes: dict[str, str]
     targets: list[list[SendTarget]]
     limit: int
-    keep: bool
 
 
 class Values(Protocol):
@@ -69,7 +64,6 @@ class PieceSender:
         own: its rows of the plan (`planning.pieces_of`).
         names: of the plan's tensors.
         limit: bytes of a half of its memory.
-        keep: what is sent is kept, so that later updates can be of what has changed since.
     """
 
     def __init__(
@@ -79,7 +73,6 @@ class PieceSender:
         names: Sequence[str],
         targets: Sequence[SendTarget],
         limit: int,
-        keep: bool = False,
     ) -> None:
         self.transport = transport
         self.names = names
@@ -90,10 +83,6 @@ class PieceSender:
         self.half = most if len(self.rounds) > 1 else 0  # where the second half begins
         self.memory = transport.allocate(max(most * min(HALVES, max(1, len(self.rounds))), 1))
         transport.show(f"{MEMORY}{transport.me}", json.dumps(self.memory.to_wire() | {"half": self.half}))
-        sizes = [packed.pieces[:, NBYTES] for found in self.rounds for packed in found] if keep else []
-        self.kept = torch.empty(sum(int(padded(found).sum()) for found in sizes), dtype=torch.uint8)
-        self.piece = torch.empty(max((int(found.max()) for found in sizes), default=0), dtype=torch.uint8)
-        self.keep = keep
         self.staged = False
 
     def stage(self, numbers: Values) -> bool:
@@ -101,28 +90,23 @@ class PieceSender:
         self.staged = False
         if len(self.rounds) != 1:
             return False
-        kept = 0
         for packed in self.rounds[0]:
-            self._pack(numbers, packed, kept)
-            kept += packed.nbytes
+            self._pack(numbers, packed)
         self.staged = True
         return True
 
-    def send(self, numbers: Values, changes: bool = False) -> int:
+    def send(self, numbers: Values) -> int:
         """One update; how many bytes.
-
-        Args:
-            changes: only what differs from the update before, of which nothing may have failed.
 
         Raises:
             PeerError, DeadlineError: name the member that did not take part.
         """
         with self.transport.update():
-            return self._send(numbers, changes)
+            return self._send(numbers)
 
-    def _send(self, numbers: Values, changes: bool) -> int:
+    def _send(self, numbers: Values) -> int:
         under_way: list[list[Transfer]] = [[] for _ in range(HALVES)]
-        sent = kept = 0
+        sent = 0
         for turn, found in enumerate(self.rounds):
             half = turn % HALVES
             _wait(under_way[half])
@@ -131,16 +115,14 @@ class PieceSender:
             for packed in found:
                 if packed.source != self.transport.me:
                     continue
-                counts, nbytes = None, packed.nbytes
                 if not self.staged:
-                    counts, nbytes = (self._pack_changes if changes else self._pack)(numbers, packed, kept)
-                under_way[half] += self._dispatch(packed, counts, nbytes)
-                sent += nbytes if changes else int(packed.pieces[:, NBYTES].sum())
-                kept += packed.nbytes
+                    self._pack(numbers, packed)
+                under_way[half] += self._dispatch(packed)
+                sent += int(packed.pieces[:, NBYTES].sum())
             self.transport.flush()
             for packed, arriving in landing:
                 arriving.wait()
-                under_way[half] += self._announce(packed, None)
+                under_way[half] += self._announce(packed)
         for transfers in under_way:
             _wait(transfers)
         self.staged = False
@@ -150,59 +132,29 @@ class PieceSender:
         begin = packed.half * self.half + packed.offset
         return self.memory.buffer[begin : begin + packed.nbytes]
 
-    def _pack(self, numbers: Values, packed: PackedShards, kept: int) -> tuple[None, int]:
-        """All of it.
-
-        Args:
-            kept: where in what is kept it begins.
-        """
+    def _pack(self, numbers: Values, packed: PackedShards) -> None:
         buffer = self._bytes(packed)
         for piece, place in zip(packed.pieces.tolist(), packed.places.tolist(), strict=True):
-            self._write(numbers, piece, buffer[place : place + piece[NBYTES]])
-        if self.keep:
-            self.kept[kept : kept + packed.nbytes].copy_(buffer)
-        return None, packed.nbytes
+            tensor, top, bottom, left, right, *_ = piece
+            name = self.names[tensor]
+            out = buffer[place : place + piece[NBYTES]].view(getattr(torch, numbers.dtypes[name]))
+            numbers.write(name, (top, bottom, left, right), out.view(bottom - top, right - left))
 
-    def _pack_changes(self, numbers: Values, packed: PackedShards, kept: int) -> tuple[torch.Tensor, int]:
-        """(change counts, bytes) of what has changed."""
-        buffer = self._bytes(packed)
-        counts = change_counts(len(packed.pieces))
-        end = 0
-        for number, (piece, place) in enumerate(zip(packed.pieces.tolist(), packed.places.tolist(), strict=True)):
-            item = ITEM_BYTES[numbers.dtypes[self.names[piece[0]]]]
-            nbytes = piece[NBYTES]
-            new = self.piece[:nbytes]
-            old = self.kept[kept + place : kept + place + nbytes]
-            self._write(numbers, piece, new)
-            counts[number] = count = write(new, old, item, buffer[end:])
-            end += size(count, nbytes // item, item)
-        return counts, end
-
-    def _write(self, numbers: Values, piece: Sequence[int], out: torch.Tensor) -> None:
-        tensor, top, bottom, left, right, *_ = piece
-        name = self.names[tensor]
-        shaped = out.view(getattr(torch, numbers.dtypes[name])).view(bottom - top, right - left)
-        numbers.write(name, (top, bottom, left, right), shaped)
-
-    def _dispatch(self, packed: PackedShards, counts: torch.Tensor | None, nbytes: int) -> list[Transfer]:
+    def _dispatch(self, packed: PackedShards) -> list[Transfer]:
         to = self.targets[packed.destination]
         if not to.near:
-            announced = [self.transport.tell(to.taker, READY, counts)] if counts is not None else []
-            return [
-                *announced,
-                *([self.transport.send(self._bytes(packed)[:nbytes], to.taker, DATA)] if nbytes else []),
-            ]
+            return [self.transport.send(self._bytes(packed), to.taker, DATA)] if packed.nbytes else []
         self.transport.settle()
-        return self._announce(packed, counts)
+        return self._announce(packed)
 
     def _take_in(self, packed: PackedShards) -> Transfer:
         """Begin to receive what another host's rank has for workers of this one."""
         return self.transport.receive(self._bytes(packed), packed.source, DATA)
 
-    def _announce(self, packed: PackedShards, counts: torch.Tensor | None) -> list[Transfer]:
+    def _announce(self, packed: PackedShards) -> list[Transfer]:
         """Tell the workers of this host that a message is in this rank's memory; it is read once all have answered."""
         to = self.targets[packed.destination]
-        told = [self.transport.tell(worker, READY, counts) for worker in to.workers]
+        told = [self.transport.tell(worker, READY) for worker in to.workers]
         return told + [self.transport.hear(worker, DONE) for worker in to.workers]
 
     def close(self) -> None:
@@ -228,7 +180,7 @@ def join_as_rank(
     where = command.update_group
     group = gloo_group.join(where.host, where.port, rank, where.world, host, where.seconds)
     transport = choose_transport(group, rank, where, current_device(), exported)
-    return PieceSender(transport, pieces, command.names, command.targets[rank], command.limit, command.keep)
+    return PieceSender(transport, pieces, command.names, command.targets[rank], command.limit)
 
 
 def _wait(transfers: Sequence[Transfer]) -> None:

@@ -5,7 +5,7 @@ their pieces.
     update.stage(ranks, checked, compare)   # who holds what -> the plan; all members join a group; what can be packed
     update.send()                           # the ranks send, the engines receive and load
 
-With --weight-update resharded and delta every rank sends what it holds; with gathered rank 0 sends what it collects
+With --weight-update resharded every rank sends what it holds; with gathered rank 0 sends what it collects
 (`gathered.py`).
 
 Invariant: while the ranks send, the engines' answers are watched, so an engine that refuses or dies ends the update at
@@ -75,8 +75,6 @@ class PieceUpdate:
         self.host = host
         self.plan: Redistribution | None = None
         self.store: TCPStore | None = None
-        self.keep = options.weight_update == "delta"
-        self.current = False  #: everybody has kept what the last update brought
         self.bytes = 0
         self.gathered: GatheredSource | None = None
         if options.weight_update == "gathered":
@@ -132,7 +130,6 @@ class PieceUpdate:
         shapes = {n: need.shape for n, need in needs.items()}
         plans = receive_plans(plan, dtypes, shapes)
         self._leave()
-        self.current = False
         self.store = open_store(self.host)
         workers = sum(len(engine) for engine in self.manifests)
         wired = backend == NCCL or (backend == IPC and bool(plan.far().any()))
@@ -148,7 +145,6 @@ class PieceUpdate:
             "dtypes": dtypes,
             "targets": [send_targets(plan, plans, rank) for rank in range(plan.ranks)],
             "limit": plan.limit,
-            "keep": self.keep,
         }
         self._watched(source, lambda: source.join(command, to_bytes(plan)), pending)
         pending.results()
@@ -176,34 +172,28 @@ class PieceUpdate:
                 for at, worker in enumerate(engine)
             }
             found.append(
-                write_join_command(
-                    WorkerJoinCommand(update_group, tuple(plans[number] for number in used), places, self.keep)
-                )
+                write_join_command(WorkerJoinCommand(update_group, tuple(plans[number] for number in used), places))
             )
             first += len(engine)
         return found
 
     def send(self) -> None:
-        """One update, between the engines' start and finish; with --weight-update delta, from the second one of a group
-        on, of what has changed.
+        """One update, between the engines' start and finish.
 
         Raises:
             PeerError, DeadlineError: name engine and phase.
         """
         assert self.source is not None, "stage() comes first"
         source = self.source
-        changes = self.current
-        self.current = False
-        body = {"method": "hpcrl_take_pieces", "args": ["changes"] if changes else []}
+        body = {"method": "hpcrl_take_pieces", "args": []}
         pending = self.fleet.post_all("the weight update", "/collective_rpc", [body] * len(self.fleet.engines))
-        self.bytes = self._watched(source, lambda: source.send(changes), pending)
+        self.bytes = self._watched(source, source.send, pending)
         try:
             pending.results()
         except BaseException:  # the ranks have sent all: workers may still wait for one another
             self.plan = None
             source.abort()
             raise
-        self.current = self.keep
 
     def _watched(self, source: Sending, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:
         """What `work` returns; if the engines fail meanwhile, `work` is aborted before that is raised."""

@@ -42,8 +42,8 @@ class Sending(Protocol):
     def prepare(self) -> None:
         """What can be done while engines still generate."""
 
-    def send(self, changes: bool) -> int:
-        """Every rank sends its pieces once, or what has changed of them; bytes of them all."""
+    def send(self) -> int:
+        """Every rank sends its pieces once; bytes of them all."""
 
     def abort(self) -> None:
         """Called from another thread: make the operation that is under way on rank 0 fail."""

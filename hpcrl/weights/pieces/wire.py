@@ -104,13 +104,11 @@ class WorkerJoinCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     Attributes:
         workers: for each worker, by its name in the engine, its (number in the group, index into receive_plans).
-        keep: what has come is kept, for updates that bring what has changed since.
     """
 
     update_group: UpdateGroup
     receive_plans: tuple[ReceivePlan, ...]
     workers: dict[str, tuple[int, int]]
-    keep: bool = False
 
 
 LARGEST = 1 << 30  #: bytes of a command's JSON; a model of 355B has some 30 MB for an engine

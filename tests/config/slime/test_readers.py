@@ -111,8 +111,8 @@ EAGLE = {"sglang_speculative_algorithm": "EAGLE"}
     ("name", "flag", "given", "outcome", "words"),
     [
         ("update_mode", "update-weight-mode", {"update_weight_mode": "full"}, "needless", ""),
-        ("update_mode", "update-weight-mode", DELTA, "translated", "--weight-update delta --weight-transfer gloo"),
-        ("update_mode", "update-weight-mode", {"update_weight_mode": "odd"}, "translated", "--weight-update odd"),
+        ("update_mode", "update-weight-mode", DELTA, "needless", ""),
+        ("update_mode", "update-weight-mode", {"update_weight_mode": "odd"}, "refused", ""),
         ("update_transport", "update-weight-transport", {"update_weight_transport": "nccl"}, "needless", ""),
         ("update_transport", "update-weight-transport", {"update_weight_transport": "disk"}, "translated", "--weight-transfer disk"),
         ("update_transport", "update-weight-transport", DELTA | {"update_weight_transport": "disk"}, "needless", ""),

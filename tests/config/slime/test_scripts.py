@@ -52,7 +52,7 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "run-qwen3-4B": ((8, 4, 2), {"colocate": True}),
     "multi_agent/run-qwen3-30B-A3B-multi-agent": ((8, 1, 8), {"rollout_max_context_len": 16384}),
     "retool/retool_qwen3_4b_rl": ((2, 1, 2), {"custom_rm_path": "generate_with_retool.reward_func", "reward_key": "score"}),
-    "delta_weight_sync/run-glm4.7-355B-A32B-delta": ((64, 2, 32), {"weight_update": "delta", "weight_transfer": "gloo"}),
+    "delta_weight_sync/run-glm4.7-355B-A32B-delta": ((64, 2, 32), {"weight_update": "auto", "weight_transfer": "auto"}),
     "run-llama3.2-3B-Instruct-amd": ((8, 4, 2), {"num_epoch": 1, "num_rollout": None}),
     "run-qwen3-235B-A22B": ((64, 2, 32), {"advantage_estimator": "gspo", "eps_clip": 4e-4, "engine_data_parallel_size": 4, "colocate": False}),
     "run-qwen3-32B": ((8, 1, 8), {"num_rollout": 5, "engine_tensor_parallel_size": 8}),
@@ -354,16 +354,14 @@ def test_a_distillation_with_labels_keeps_its_reward(more: str, outcome: tuple[s
 
 
 @pytest.mark.parametrize("transport", ["nccl", "disk"])
-def test_deltas_are_the_engines_own(transport: str) -> None:
+def test_deltas_become_whole_updates(transport: str) -> None:
     words = words_of("run-glm4-9B") + f"--update-weight-mode delta --update-weight-transport {transport}".split()
     words += "--update-weight-delta-encoding overwrite --update-weight-disk-dir /d".split()
     options = resolve_stages(recipe_of(words, {}), {}, PLACES)[0]
-    assert (options.weight_update, options.weight_transfer, options.update_weight_disk_dir) == ("delta", "gloo", None)
+    assert (options.weight_transfer, options.update_weight_disk_dir) == ("auto", None)
     whole = resolve_stages(recipe_of([*words, "--update-weight-mode", "full"], {}), {}, PLACES)[0]
-    ways = {"nccl": ("auto", "auto", None), "disk": ("auto", "disk", "/d")}
-    assert (whole.weight_update, whole.weight_transfer, whole.update_weight_disk_dir) == ways[transport]
-    parts = resolve_stages(recipe_of([*words, "--sglang-dp-size", "2"], {}), {}, PLACES)[0]
-    assert (parts.weight_update, parts.engine_data_parallel_size) == ("delta", 2)
+    ways = {"nccl": ("auto", None), "disk": ("disk", "/d")}
+    assert (whole.weight_transfer, whole.update_weight_disk_dir) == ways[transport]
 
 
 def test_the_specs_are_those_of_the_families() -> None:

@@ -171,9 +171,9 @@ def test_done_after_load_and_late_failure(
             return super().wait()
 
     class Noted(PeerTransport):
-        def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
+        def tell(self, to: int, tag: int) -> Transfer:
             order.append("done" if tag == DONE else "word")
-            told = super().tell(to, tag, counts)
+            told = super().tell(to, tag)
             return Awaited(told.work, told.tensor, told.what, told.seconds)
 
     def load(tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:

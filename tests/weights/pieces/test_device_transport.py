@@ -165,7 +165,7 @@ def test_waiting_peers_and_leaving_peers() -> None:
         ({"weight_update": "resharded"}, False, "hpcrl_nccl"),
         ({"colocate": True}, False, "hpcrl_ipc"),
         ({"weight_update": "gathered"}, False, "hpcrl_shm"),
-        ({"weight_update": "delta", "colocate": True}, False, "hpcrl_shm"),
+        ({"weight_update": "gathered", "colocate": True}, False, "hpcrl_shm"),
         ({}, True, "hpcrl_shm"),
         ({"weight_transfer": "nccl"}, True, "--weight-transfer nccl needs CUDA"),
         ({"weight_transfer": "nccl", "colocate": True}, False, "--weight-transfer nccl takes.*once"),

@@ -76,12 +76,12 @@ class SlowMemory(HostMemory):
 class WatchedPost(IpcTransport):
     """Refuses to say that something is ready (to each worker once) or done before the device has ended it."""
 
-    def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
+    def tell(self, to: int, tag: int) -> Transfer:
         assert isinstance(self.exported_memory.memory, SlowMemory)
         last = self.exported_memory.memory.last
         assert last.seen and (to not in last.told if tag == READY else tag == DONE and not last.told)
         last.told.append(to)
-        return super().tell(to, tag, counts)
+        return super().tell(to, tag)
 
 
 def one_host(family: str) -> tuple[Case, Any]:

@@ -44,7 +44,6 @@ from hpcrl.weights.pieces.wire import (
     write_join_command,
 )
 from hpcrl.weights.redistribution.layouts import Layouts, Worker, whole
-from hpcrl.weights.redistribution.loads import padded
 from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 from tests.support.families import EXPERTS, SIZES
 from tests.support.layouts import Case, random_case
@@ -74,7 +73,7 @@ def members(count: int, ranks: int) -> list[PeerTransport]:
 
 
 def rank_side(
-    case: Case, plan: Redistribution, plans: list[ReceivePlan], transport: PeerTransport, keep: bool = False
+    case: Case, plan: Redistribution, plans: list[ReceivePlan], transport: PeerTransport
 ) -> tuple[PieceSender, PieceValues]:
     to = send_targets(plan, plans, transport.me)
     own = {
@@ -83,18 +82,14 @@ def rank_side(
         if rank == transport.me
     }
     numbers = prepare_values(own, dict.fromkeys(case.layouts.names, "float32"), None, lambda _: None)
-    return PieceSender(
-        transport, pieces_of(transport.me, to_bytes(plan)), case.layouts.names, to, plan.limit, keep
-    ), numbers
+    return PieceSender(transport, pieces_of(transport.me, to_bytes(plan)), case.layouts.names, to, plan.limit), numbers
 
 
-def worker_side(
-    case: Case, plan: Redistribution, plans: list[ReceivePlan], transport: PeerTransport, keep: bool = False
-) -> PieceReceiver:
+def worker_side(case: Case, plan: Redistribution, plans: list[ReceivePlan], transport: PeerTransport) -> PieceReceiver:
     worker = transport.me - plan.ranks
     receive_plan = next(box for box in plans if transport.me in box.workers)
     held = {name: span for (number, name), span in case.spans.items() if number == worker}
-    return PieceReceiver(transport, receive_plan, held, keep)
+    return PieceReceiver(transport, receive_plan, held)
 
 
 def with_cost(family: str) -> Any:
@@ -159,75 +154,6 @@ def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
             assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("family", ["qwen3", with_cost("glm4_moe")])
-def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
-    """All, a few, none, all, and one: each update leaves with the workers exactly what the ranks have."""
-    chance = Random(f"changes {family}")
-    case = random_case(family, chance)
-    while len(case.hosts) + len(case.workers) > 12:
-        case = random_case(family, chance)
-    near = dict(zip(sorted({w.host for w in case.workers}), ["t0", "x", "y", "z"], strict=False))
-    case.workers = [Worker(w.engine, near.get(w.host, w.host)) for w in case.workers]
-    plan = redistribute(case.layouts, case.workers, case.hosts, 4096)
-    plans, ranks = boxes_of(case, plan), len(case.hosts)
-    posts = members(ranks + len(case.workers), ranks)
-    truth = {name: torch.from_numpy(tensor).float() for name, tensor in case.tensors.items()}
-    rounds = [0.0, 0.05, 0.0, 1.0, 0.01]
-    turns = [
-        {name: torch.rand(t.shape, generator=_seed(name, turn)) < share for name, t in truth.items()}
-        for turn, share in enumerate(rounds)
-    ]
-
-    def rank(transport: PeerTransport) -> list[int]:
-        sender, numbers = rank_side(case, plan, plans, transport, keep=True)
-        sent = []
-        for number, turn in enumerate(turns):
-            for name, tensor in numbers.own.items():
-                for place in tensor.places:
-                    if place.tensor == tensor.which:
-                        tensor.parameter[place.inside] *= 1 - 2 * turn[name][place.index].float()
-            sent.append(sender.send(numbers, changes=number > 0))
-        return sent
-
-    def worker(transport: PeerTransport) -> list[dict[str, torch.Tensor]]:
-        reader = worker_side(case, plan, plans, transport, keep=True)
-        found = []
-        for number in range(len(turns)):
-            got: dict[str, torch.Tensor] = {}
-            reader.receive(lambda tensors, last, got=got: got.update(tensors), number > 0)
-            found.append({n: (t.part if isinstance(t, PartTensor) else t).clone() for n, t in got.items()})
-        return found
-
-    with ThreadPoolExecutor(len(posts)) as pool:
-        sent = [pool.submit(rank, transport) for transport in posts[:ranks]]
-        taken = [pool.submit(worker, transport) for transport in posts[ranks:]]
-        got = [future.result(60) for future in taken]
-        whole_, few, none, all_, one = (
-            sum(column) for column in zip(*(future.result(60) for future in sent), strict=True)
-        )
-    assert none == 0 < one <= few < 0.5 * whole_
-    assert whole_ == plan.sent().sum() <= all_ <= padded(plan.nbytes).sum()
-    for number, turn in enumerate(turns):
-        for name in truth:
-            truth[name] = truth[name] * (1 - 2 * turn[name].float())
-        for (worker_, name), (rows, columns) in case.spans.items():
-            expected = cut(truth[name], rows, columns)
-            if expected.numel():
-                assert torch.equal(got[worker_][number][name], expected), (number, name)
-
-
-def _seed(name: str, turn: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(f"{name} {turn}".encode()))
-
-
-def test_changes_without_what_they_change_are_refused() -> None:
-    case, plan = simple()
-    posts = members(2, 1)
-    reader = worker_side(case, plan, boxes_of(case, plan), posts[1], keep=True)
-    with pytest.raises(ValueError, match="not kept what they"):
-        reader.receive(lambda tensors, last: None, changes=True)
-
-
 def simple(engines: int = 1) -> tuple[Case, Redistribution]:
     layouts = Layouts()
     case = Case(["t"], [Worker(i, f"e{i}") for i in range(engines)])
@@ -270,13 +196,13 @@ def test_messages_of_this_host_are_awaited_first() -> None:
     heard, ahead = [0], []
 
     class Noted(PeerTransport):
-        def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
+        def hear(self, source: int, tag: int) -> Transfer:
             heard[0] += tag == READY
-            return super().hear(source, tag, pieces)
+            return super().hear(source, tag)
 
-        def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
+        def tell(self, to: int, tag: int) -> Transfer:
             ahead.append(heard[0] - len(ahead))
-            return super().tell(to, tag, counts)
+            return super().tell(to, tag)
 
     reader = worker_side(case, plan, plans, Noted(worker.group, worker.me, 1, 20))
     with ThreadPoolExecutor(1) as pool:

@@ -127,18 +127,7 @@ def test_one_engine_equals_gathered(
         assert driver[2]["metrics"]["perf/update_weights_bytes"] == sum(driver[2]["sent"])
         assert all(sent > 0 for sent in driver[0]["sent"]), "every rank sends"
         assert max(entry[0]["memory"] for entry in found) <= SMALL
-        check_changes(engines, model, world, layout)
     assert engines.stop() == [0]
-
-
-def check_changes(engines: Engines, model: Path, world: int, layout: dict[str, Any]) -> None:
-    """--weight-update delta: first everything, then what has changed; every second one is compared with what was put
-    together."""
-    found = update(engines, model, world, ["delta"] * 4, every=64, weight_update_check_interval=2, **layout)
-    whole, *later = (entry["metrics"]["perf/update_weights_bytes"] for entry in found[0])
-    assert whole == sum(found[0][0]["sent"])
-    assert 0 < max(later) < 0.15 * whole
-    assert len({str(entry["tensors"]) for entry in found[0]}) == 4
 
 
 def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path) -> list[float]:
@@ -297,10 +286,9 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("way", "transfer"), [("delta", "auto"), ("resharded", "auto"), ("gathered", "gloo")])
+@pytest.mark.parametrize(("way", "transfer"), [("resharded", "auto"), ("gathered", "gloo")])
 def test_engine_dies_and_another_joins(way: str, transfer: str, nursery: Nursery, tmp_path: Path) -> None:
-    """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get what has
-    changed.
+    """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get theirs.
 
     Every update is compared, bit for bit, with what rank 0 gathers.
     """
@@ -319,8 +307,7 @@ def test_engine_dies_and_another_joins(way: str, transfer: str, nursery: Nursery
     whole = found["first"]
     assert found["one dies"] == -1, "it is engine 1 that was lost"
     assert found["again"] == found["a third joins"] == found["both"] == whole
-    later = found["second"], found["on they go"]
-    assert all(0 < sent < 0.15 * whole for sent in later) if way == "delta" else set(later) == {whole}
+    assert found["second"] == found["on they go"] == whole
     answers = [generate(addresses[index], PROMPT, 24, seed=7) for index in (0, 2)]
     assert answers[0]["logprobs"] == answers[1]["logprobs"]
     assert {span["version"] for answer in answers for span in answer["weight_versions"]} == {"5"}
