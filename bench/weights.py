@@ -136,7 +136,7 @@ def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
     for way in ("gathered", "resharded"):
         found[way] = run(way, False, tensors, rounds, hosts, BUCKET // 4)
     plan = plan_of(Stage("resharded", tensors, 1, 2, "", 0, ("", "", ""), False, BUCKET // 4, hosts, None, None))
-    busiest = max(plan.crossing().max(), plan.arriving().max(), plan.handed_on().max())
+    busiest = max(plan.crossing().max(), plan.arriving().max())
     found["least"] = Result(float(busiest) * 8 / (rate * 1e6), None, 0.0, 0.0)
     answers.put(found)
 

@@ -83,7 +83,7 @@ class PieceReceiver:
             for place, message in enumerate(messages):
                 arriving.pop((turn, place)).wait()
                 if not message.near and self.host_leader:
-                    handed += self._hand_on(message)
+                    handed += self._announce()
                 complete += self.assembly.read_message(number + place, self._bytes(message))
                 if not self.assembly.borrowable:
                     handed += self._done_with(message)
@@ -147,13 +147,11 @@ class PieceReceiver:
     def _messages(self, turn: int) -> tuple[Message, ...]:
         return self.receive_plan.rounds[turn] if turn < len(self.receive_plan.rounds) else ()
 
-    def _hand_on(self, message: Message) -> list[Transfer]:
-        """Tell the other workers of this host that a message is there, and forward it to other hosts."""
-        content = self._bytes(message)
-        onward = [self.transport.send(content, leader, DATA) for leader in self.receive_plan.onward if len(content)]
+    def _announce(self) -> list[Transfer]:
+        """Tell the other workers of this host that a message is there."""
         self.transport.flush()
         told = [self.transport.tell(worker, READY) for worker in self.other_workers]
-        return onward + told + [self.transport.hear(worker, DONE) for worker in self.other_workers]
+        return told + [self.transport.hear(worker, DONE) for worker in self.other_workers]
 
     def _source(self, message: Message) -> int:
         """In whose memory a message lies."""

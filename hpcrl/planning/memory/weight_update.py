@@ -322,11 +322,6 @@ def update_lines(update: Update | Gathered | AdapterUpdate) -> Iterator[str]:
     yield f"  {SENT[update.transfer]} (--weight-transfer {update.transfer})"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
     yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"
-    if any(up >= 0 for up in plan.relays):
-        yield (
-            f"  engines hand on {plan.handed_on().sum() / GB:.1f} GB to one another, "
-            "which is quicker than sending all of it"
-        )
     stay = plan.sent().sum() - plan.crossing().sum()
     if stay:
         yield f"  {stay / GB:.1f} of {plan.sent().sum() / GB:.1f} GB stay on the host that holds them"

@@ -162,23 +162,20 @@ def receive_plans(
     tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in plan.layouts.names)
     table = MessageTable.from_pieces(pieces_in_memory(plan))
     pieces = list(map(tuple, np.column_stack([table.pieces[:, AREA], table.places]).tolist()))
-    host_leaders = [first + destination.workers[0] for destination in plan.destinations]
     found = []
     for number, destination in enumerate(plan.destinations):
-        up = plan.relays[number]
         there = np.asarray([host == destination.host for host in plan.hosts])
-        reaches = table.destination == plan.root(number)
+        reaches = table.destination == number
         mine = np.flatnonzero(reaches & there[table.sender] if plan.through_ranks else reaches)
         near = there[table.sender[mine]]
-        rounds = _rounds(table, mine, near, pieces, host_leaders[up] if up >= 0 else None)
-        onward = tuple(host_leaders[other] for other, above in enumerate(plan.relays) if above == number)
+        rounds = _rounds(table, mine, near, pieces)
         workers = tuple(first + worker for worker in destination.workers)
-        found.append(ReceivePlan(host_leaders[number], workers, plan.limit, tensors, tuple(rounds), onward))
+        found.append(ReceivePlan(workers[0], workers, plan.limit, tensors, tuple(rounds)))
     return found
 
 
 def _rounds(
-    table: MessageTable, mine: np.ndarray, near: np.ndarray, pieces: list[tuple[int, ...]], relay: int | None
+    table: MessageTable, mine: np.ndarray, near: np.ndarray, pieces: list[tuple[int, ...]]
 ) -> Iterator[tuple[Message, ...]]:
     """The rounds of a destination host.
 
@@ -186,7 +183,6 @@ def _rounds(
         mine: which messages reach it.
         near: of each, whether it lies in its sender's memory.
         pieces: of all messages: (tensor, top, bottom, left, right, place).
-        relay: the host leader that forwards all of them.
     """
     columns = (table.round, table.sender, table.half, table.offset, table.nbytes, table.edges[:-1], table.edges[1:])
     messages: list[Message] = []
@@ -205,7 +201,7 @@ def _rounds(
         if close:
             messages.append(Message(sender, True, half, offset, nbytes, inside))
         else:
-            messages.append(Message(sender if relay is None else relay, False, turn % HALVES, end, nbytes, inside))
+            messages.append(Message(sender, False, turn % HALVES, end, nbytes, inside))
             end += nbytes
     if messages:
         yield tuple(messages)

@@ -65,7 +65,6 @@ class ReceivePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         limit: bytes of a half of a memory.
-        onward: leaders of other hosts, to which its leader forwards all of it.
     """
 
     host_leader: int
@@ -73,7 +72,6 @@ class ReceivePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: int
     tensors: tuple[WireTensor, ...]
     rounds: tuple[tuple[Message, ...], ...]
-    onward: tuple[int, ...] = ()
 
     def messages(self) -> Iterator[Message]:
         """All, in order of rounds."""

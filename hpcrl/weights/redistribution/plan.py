@@ -4,9 +4,7 @@
     plan.sent(), plan.received()             # bytes of each rank, of each destination host
 
 A *destination* is a host with workers of engines.  What several workers of a host need is sent there once and shared
-among them. Where several engines need the same in the same cut, either each gets it from the trainer, from whichever
-copies are least busy, or a destination forwards what it received to the next (`relays`): whichever the plan finds
-cheaper.
+among them.  Several engines that need the same get it each from the trainer, from whichever copies are least busy.
 
 Invariants: every element that a destination's workers need reaches it exactly once; the busiest rank sends no more than
 the least possible, apart from rounding to rows of a tensor; a round holds at most `limit` bytes for every sender and
@@ -42,8 +40,7 @@ class Redistribution:
 
     Attributes:
         top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes.
-        sender: a rank; destination; round. relays[i]: the destination that forwards everything to destination i (which
-            then has no pieces), or -1.
+        sender: a rank; destination; round.
         hosts: of each rank.
         in_place: bytes of a destination's own host are read in place.
         through_ranks: bytes for other hosts go to a rank there (`carriers`), in whose memory they are read.
@@ -51,7 +48,6 @@ class Redistribution:
 
     layouts: Layouts
     destinations: tuple[DestinationHost, ...]
-    relays: tuple[int, ...]
     hosts: tuple[str, ...]
     limit: int
     in_place: bool
@@ -110,20 +106,8 @@ class Redistribution:
         return rank[self.sender] != destination[self.destination]
 
     def received(self) -> np.ndarray:
-        """Bytes that reach each destination, from ranks or handed on."""
-        own = np.bincount(self.destination, self.nbytes, minlength=len(self.destinations)).astype(np.int64)
-        return own[[self.root(i) for i in range(len(self.destinations))]]
-
-    def handed_on(self) -> np.ndarray:
-        """Bytes that each destination sends to others."""
-        received = self.received()
-        return np.asarray([received[i] * self.relays.count(i) for i in range(len(self.destinations))], dtype=np.int64)
-
-    def root(self, destination: int) -> int:
-        """The destination whose pieces reach `destination`."""
-        while self.relays[destination] >= 0:
-            destination = self.relays[destination]
-        return destination
+        """Bytes that reach each destination."""
+        return np.bincount(self.destination, self.nbytes, minlength=len(self.destinations)).astype(np.int64)
 
     def largest(self) -> tuple[int, int]:
         """(most bytes that a rank packs for one round, most that a destination takes in one), with the gaps between
@@ -196,14 +180,7 @@ def redistribute(
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")
     destinations = find_destinations(workers)
-    direct = _ordered(layouts, destinations, (-1,) * len(destinations), tuple(hosts), limit, in_place, through_ranks)
-    if through_ranks:
-        return direct
-    chain = _chain(layouts, destinations, set(hosts))
-    if max(chain, default=-1) < 0:
-        return direct
-    relayed = _ordered(layouts, destinations, chain, tuple(hosts), limit, in_place, through_ranks)
-    return relayed if busiest(relayed) < busiest(direct) else direct
+    return _ordered(layouts, destinations, tuple(hosts), limit, in_place, through_ranks)
 
 
 def busiest(plan: Redistribution) -> float:
@@ -211,45 +188,20 @@ def busiest(plan: Redistribution) -> float:
     are free."""
     if plan.through_ranks:
         return float(max(plan.crossing().max(initial=0), plan.landing().max(initial=0)))
-    relayed = np.asarray([up >= 0 for up in plan.relays])
-    arriving = np.where(relayed, plan.received(), plan.arriving())
-    there = np.maximum(arriving, plan.handed_on()) / np.asarray(
-        [len(destination.workers) for destination in plan.destinations]
-    )
+    there = plan.arriving() / np.asarray([len(destination.workers) for destination in plan.destinations])
     return float(max(plan.crossing().max(initial=0), there.max(initial=0)))
-
-
-def _chain(layouts: Layouts, destinations: Sequence[DestinationHost], near: set[str]) -> tuple[int, ...]:
-    """For each destination the previous one that needs the same of every tensor, or -1; -1 too on the ranks' own
-    hosts."""
-    patterns = [layouts.patterns[number] for number in sorted(set(layouts.needed))]
-    last: dict[tuple[object, ...], int] = {}
-    found = []
-    for number, destination in enumerate(destinations):
-        mine = set(destination.workers)
-        if destination.host in near:
-            found.append(-1)
-            continue
-        key = tuple(
-            frozenset((p.rows, p.columns) for p in pattern if not mine.isdisjoint(p.who)) for pattern in patterns
-        )
-        found.append(last.get(key, -1))
-        last[key] = number
-    return tuple(found)
 
 
 def _ordered(
     layouts: Layouts,
     destinations: Sequence[DestinationHost],
-    relays: tuple[int, ...],
     hosts: tuple[str, ...],
     limit: int,
     in_place: bool,
     through_ranks: bool,
 ) -> Redistribution:
     """Pieces with senders and rounds."""
-    roots = [destination if up < 0 else None for destination, up in zip(destinations, relays, strict=True)]
-    sets, pieces = _pieces(layouts, roots, hosts)
+    sets, pieces = _pieces(layouts, destinations, hosts)
     pieces = _cut_to(pieces, limit // ALIGN * ALIGN)
     pieces = _sent_by(pieces, sets, len(hosts), limit)
     order = np.lexsort((pieces["left"], pieces["top"], pieces["destination"], pieces["tensor"], pieces["at"]))
@@ -267,11 +219,11 @@ def _ordered(
     order = np.lexsort((np.arange(len(order)), pieces["destination"], pieces["sender"], pieces["round"]))
     names = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
     columns = {name: np.ascontiguousarray(pieces[name][order], dtype=np.int64) for name in names}
-    return Redistribution(layouts, tuple(destinations), relays, hosts, limit, in_place, through_ranks, **columns)
+    return Redistribution(layouts, tuple(destinations), hosts, limit, in_place, through_ranks, **columns)
 
 
 def _pieces(
-    layouts: Layouts, destinations: Sequence[DestinationHost | None], hosts: Sequence[str]
+    layouts: Layouts, destinations: Sequence[DestinationHost], hosts: Sequence[str]
 ) -> tuple[list[tuple[int, ...]], Columns]:
     """(sets of copies, what each destination needs, in order of tensors); "set": which copies there are of a piece."""
     kinds = np.column_stack(
@@ -286,8 +238,6 @@ def _pieces(
         tensors = order[bounds[kind] : bounds[kind + 1]]
         rows = []
         for number, destination in enumerate(destinations):
-            if destination is None:
-                continue
             for area, owners in wanted(layouts.patterns[held], layouts.patterns[needed], destination.workers):
                 near = tuple(rank for rank in owners if hosts[rank] == destination.host) or owners
                 rows.append((*area, item, number, sets.setdefault(near, len(sets))))

@@ -169,24 +169,6 @@ def simple(engines: int = 1) -> tuple[Case, Redistribution]:
     return case, redistribute(layouts, case.workers, case.hosts, 256)
 
 
-def test_engines_hand_on_what_they_got() -> None:
-    case, plan = simple(engines=3)
-    assert plan.relays == (-1, 0, 1)
-    plans, posts = boxes_of(case, plan), members(4, 1)
-    got: list[dict[str, torch.Tensor]] = [{} for _ in range(3)]
-
-    def worker(transport: PeerTransport) -> None:
-        worker_side(case, plan, plans, transport).receive(lambda tensors, last: got[transport.me - 1].update(tensors))
-
-    with ThreadPoolExecutor(4) as pool:
-        taken = [pool.submit(worker, transport) for transport in posts[1:]]
-        sender, numbers = rank_side(case, plan, plans, posts[0])
-        assert sender.send(numbers) == 4 * 64 * 4, "once, for three engines"
-        for future in taken:
-            future.result(30)
-    assert all(torch.equal(found["w3"], torch.from_numpy(case.tensors["w3"]).float()) for found in got)
-
-
 def test_messages_of_this_host_are_awaited_first() -> None:
     """With each round that a worker is done with, the rank may say that the one HALVES later is ready."""
     case, _ = simple()
@@ -231,7 +213,7 @@ def test_leaving_member_ends_the_update() -> None:
                 sending.result(15)
                 sender.send(numbers)
 
-        with pytest.raises(PeerError, match="weights .* engine worker 0 failed"):
+        with pytest.raises(PeerError, match=r"weights .* engine worker \d failed"):
             again()
 
 

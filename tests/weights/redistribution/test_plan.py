@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker, sources, targets, whole
-from hpcrl.weights.redistribution.plan import Redistribution, busiest, redistribute
+from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 from tests.support.families import SIZES
 from tests.support.layouts import Case, random_case
 
@@ -33,7 +33,7 @@ def carry_out(case: Case, plan: Redistribution) -> dict[tuple[int, str], tuple[n
             piece[inside] = own[part]
         assert (piece >= 0).all(), "the sender does not hold what it is to send"
         for number, destination in enumerate(plan.destinations):
-            if plan.root(number) == plan.destination[i]:
+            if number == plan.destination[i]:
                 deliver(case, destination.workers, name, area, piece, got)
     return got
 
@@ -123,14 +123,11 @@ def test_copies_share_the_load() -> None:
     assert plan.rounds <= 1.5 * plan.sent().sum() / (64 << 10) + 4, "rounds that are nearly empty"
 
 
-def test_engines_hand_on_only_where_that_is_quicker() -> None:
-    few = redistribute(*big_layouts(engines=2, replicas=4), limit=1 << 20)
-    assert few.relays == (-1, -1), "four cards send to two as fast as these can receive"
-    many = redistribute(*big_layouts(engines=6, replicas=2), limit=1 << 20)
-    assert many.relays == (-1, 0, 1, 2, 3, 4)
-    assert many.sent().sum() == few.sent().sum() // 2
-    assert set(many.received()) == {20 * 512 * 64 * 2}
-    assert busiest(many) < 6 * busiest(few)
+def test_every_engine_gets_all_from_the_ranks() -> None:
+    plan = redistribute(*big_layouts(engines=6, replicas=2), limit=1 << 20)
+    assert set(plan.received()) == {20 * 512 * 64 * 2}
+    assert plan.sent().sum() == plan.received().sum()
+    assert plan.sent().max() <= 1.01 * plan.sent().sum() / 2
 
 
 def test_same_host_sources_are_preferred() -> None:
