@@ -17,7 +17,6 @@ before.  `async with sandbox() as box` (`pool.py`) hands one out that was made a
 | files | system directories and those of its View, read-only; one bounded /tmp | a private root (`private_root.py`) |
 | home, /run, /sys, devices, sockets in files | none | the same: they are not in that root |
 | networks, abstract sockets, System V IPC | none | namespaces of its own |
-| hosts that a box is asked for with | HTTP and HTTPS to these, through a process outside | `hosts/`, `seccomp.py` |
 | other processes | none that it sees or can signal | a PID namespace, or `seccomp.py` where it has none |
 | terminals | none | a session of its own, no /dev/tty, no ioctl that types |
 | privileges | none, nor any that a program file could give | no capabilities, no new privileges |
@@ -33,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,9 +56,7 @@ _PUBLIC = {
 
 
 @contextlib.asynccontextmanager
-async def sandbox(
-    image: str = "system", limits: BoxLimits | None = None, hosts: Iterable[str] = ()
-) -> AsyncIterator[Box]:
+async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> AsyncIterator[Box]:
     """A box of this caller's alone, of the pool that this process has: `async with sandbox() as box`.
 
     It is ended, with all that runs and lies in it, when the block is left.
@@ -68,11 +65,9 @@ async def sandbox(
         image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a SIF
             file, or of a Docker or OCI archive; these are unpacked once on a node (`images/`).
         limits: what the box may use; see `BoxLimits` for their defaults.
-        hosts: that the box may reach, by HTTP and HTTPS alone: `("example.org", "*.example.org", "example.org:8080")`.
-            In a run `--sandbox-hosts` has to name them too.
 
     Raises:
-        UsageError: if the image is none of these, or a host is none or may not be reached.
+        UsageError: if the image is none of these.
         DataError, HpcrlError: if it cannot be unpacked, and why.
         Unconfined: if this machine can make no box, and why.
         SandboxLost: if the box ends while it is used; whatever needed it is done again.
@@ -82,7 +77,7 @@ async def sandbox(
 
     pool = default_pool()
     accounts.keep(pool)
-    async with pool.box(image, limits, hosts) as box:
+    async with pool.box(image, limits) as box:
         yield box
 
 

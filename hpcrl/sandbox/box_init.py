@@ -17,7 +17,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from hpcrl.sandbox import frames
@@ -54,7 +54,6 @@ class BoxInit:
         keeper: socket.socket,
         limits: dict[int, int],
         disk: int,
-        more: Mapping[str, str],
     ) -> None:
         """Serve what comes through `talk`.
 
@@ -62,10 +61,8 @@ class BoxInit:
             keeper: says which limit all processes together are over.
             limits: of each process, `resource.RLIMIT_*`.
             disk: number of an open directory of the box's disk.
-            more: variables of every command besides ENVIRONMENT.
         """
         self._disk = disk
-        self._environment = ENVIRONMENT | dict(more)
         self._talk = talk
         self._keeper = keeper
         self._limits = limits
@@ -181,7 +178,7 @@ class BoxInit:
         try:
             running = Running(
                 head["command"],
-                self._environment | head["env"],
+                ENVIRONMENT | head["env"],
                 head["cwd"],
                 self._limits,
                 head["output"],
@@ -306,12 +303,10 @@ class BoxInit:
         return self._outcome(running) | head, b"".join(texts)
 
 
-def serve_box(
-    talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int, more: Mapping[str, str]
-) -> None:
+def serve_box(talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int) -> None:
     """Be the first process of a box until it is to end; an error of this process's ends the box as well."""
     try:
-        BoxInit(talk, keeper, limits, disk, more).serve()
+        BoxInit(talk, keeper, limits, disk).serve()
     except BaseException as error:  # noqa: BLE001  (there is no terminal to show it on)
         with contextlib.suppress(OSError):
             talk.send(frames.pack({"n": -1, "broken": f"{type(error).__name__}: {error}"}))

@@ -13,13 +13,11 @@ import os
 import select
 import signal
 import socket
-from typing import TYPE_CHECKING
 
 from hpcrl.sandbox.box_init import ENDED
 from hpcrl.sandbox.box_root import enter_box
 from hpcrl.sandbox.confine import OWN, become_own_user
 from hpcrl.sandbox.frames import pack
-from hpcrl.sandbox.hosts.listener import network_of_this, open_door
 from hpcrl.sandbox.kinds.container import FirstProcess, failure, receive_made, start_container
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.kinds.first_process import for_now, serve_confined
@@ -34,10 +32,6 @@ from hpcrl.sandbox.system_calls import (
 )
 from hpcrl.sandbox.usage import POLL, START, bound_numbers, come_first, kernel, threads_of_user, usage
 from hpcrl.utils.deadline import Deadline, poll
-from hpcrl.utils.host_rules import HostRules
-
-if TYPE_CHECKING:
-    from hpcrl.sandbox.hosts.proxy import HostProxy
 
 LIMIT = "limit: "  #: begins the reason for which a box was ended, where that is what ran in it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -46,7 +40,6 @@ _TIDY = 1.0  #: seconds that a program has to put away what it has of a containe
 _LOOK = 0.002
 _HAS_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _PATIENCE = 5.0  #: seconds that the first process has to end what is over a limit, and to wait for its end
-_NO_PROXY = "what takes its requests to hosts has ended"
 _KEPT_BACK = 384  #: process ids that the kernel gives none of to a namespace whose ids were all given once
 
 
@@ -55,7 +48,6 @@ def keep_box(
     image: str,
     limits: BoxLimits,
     kind: ContainerKind | None,
-    hosts: HostRules,
     talk: socket.socket,
     lifeline: socket.socket,
 ) -> None:
@@ -64,39 +56,29 @@ def keep_box(
     Args:
         spawner: the process id of this one's parent.
         kind: whose container the box is in; None: it is of namespaces that this process makes.
-        hosts: that it may reach.
         talk: the user's questions come through it; the box says there first that it is ready, or why it is not.
         lifeline: closed by the spawner when the box is to end; told why it has ended by itself.
     """
     why = ""
-    proxy = None
     try:
         prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
         if os.getppid() == spawner:
-            if hosts.words:
-                from hpcrl.sandbox.hosts.proxy import HostProxy  # which no other box has in its memory
-
-                proxy = HostProxy(hosts, (talk, lifeline))
             come_first()
             if kind is None:
-                why = _keep_ours(image, limits, talk, lifeline, proxy)
+                why = _keep_ours(image, limits, talk, lifeline)
             else:
-                why = _keep_container(kind, image, limits, talk, lifeline, proxy)
+                why = _keep_container(kind, image, limits, talk, lifeline)
     except OSError as error:
         why = f"there was no room to make it: {error.strerror}"
         if not for_now(error):
             with contextlib.suppress(OSError):
                 talk.send(pack({"n": 0, "refused": reason(error)}))
-    if proxy:
-        proxy.close()
     with contextlib.suppress(OSError):
         lifeline.send(why.encode())
     os._exit(0)
 
 
-def _keep_ours(
-    image: str, limits: BoxLimits, talk: socket.socket, lifeline: socket.socket, proxy: HostProxy | None
-) -> str:
+def _keep_ours(image: str, limits: BoxLimits, talk: socket.socket, lifeline: socket.socket) -> str:
     """Make the box's namespaces, and watch it: why it was ended by force, or ""."""
     # this process (on an old kernel all of this user's), the box's first one, and one too many, which `_watch` sees
     others = 2 + (threads_of_user() if kernel() < (5, 14) else 1)
@@ -104,35 +86,28 @@ def _keep_ours(
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:
-        for number in (mine, lifeline, *((proxy.end,) if proxy else ())):
+        for number in (mine, lifeline):
             number.close()
-        _become_box(image, limits, others, talk, its, network_of_this() if proxy else "")
+        _become_box(image, limits, others, talk, its)
     for number in (talk, its):
         number.close()
     try:
-        return _watch(child, limits, mine, lifeline, proxy)
+        return _watch(child, limits, mine, lifeline)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)  # which is when all that it has started has ended
 
 
-def _become_box(
-    image: str, limits: BoxLimits, others: int, talk: socket.socket, keeper: socket.socket, outside: str
-) -> None:
-    """Become the first process of a box, confined, and serve it.
-
-    Args:
-        outside: of a box with hosts, the network namespace outside.
-    """
+def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket, keeper: socket.socket) -> None:
+    """Become the first process of a box, confined, and serve it."""
     try:
         os.setsid()
         prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
         write_kernel("/proc/self/oom_score_adj", "1000")  # a node without memory ends these first, not the run
         bound_numbers(limits.processes + _KEPT_BACK)
         unshare(OWN)
-        door = open_door(outside) if outside else None
         disk = enter_box(image, limits.disk, limits.inodes)
-        serve_confined(talk, keeper, limits.of_process(others), [disk.folder], disk.layered, door)
+        serve_confined(talk, keeper, limits.of_process(others), [disk.folder], disk.layered)
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
         if not for_now(error) and not isinstance(error, SystemExit):
             with contextlib.suppress(OSError):
@@ -146,17 +121,16 @@ def _keep_container(
     limits: BoxLimits,
     talk: socket.socket,
     lifeline: socket.socket,
-    proxy: HostProxy | None,
 ) -> str:
     """Have another program make the box, and watch it, as `_keep_ours`."""
     said = os.memfd_create("said", os.MFD_CLOEXEC)
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    child = start_container(kind, image, limits, threads_of_user(), talk, its, said, proxy is not None)
+    child = start_container(kind, image, limits, threads_of_user(), talk, its, said)
     its.close()
     first: list[FirstProcess] = []
     try:
-        why = _watch(child, limits, mine, lifeline, proxy, first)
+        why = _watch(child, limits, mine, lifeline, first)
         if not first and not why:
             with contextlib.suppress(OSError):
                 talk.send(pack({"n": 0, "refused": failure(said, kind.program)}))
@@ -177,13 +151,11 @@ def _watch(
     limits: BoxLimits,
     box: socket.socket,
     lifeline: socket.socket,
-    proxy: HostProxy | None,
     first: list[FirstProcess] | None = None,
 ) -> str:
     """Watch a box until it ends; why it is to be ended, "" if it did so itself or its user wants it.
 
     Args:
-        proxy: of a box with hosts: gets what listens in it.
         first: of a container: gets its first process, once that is there.
     """
     box.settimeout(START)
@@ -192,15 +164,11 @@ def _watch(
         if made:
             if first is not None:
                 first.append(FirstProcess(pid))
-            if proxy:
-                proxy.open(files.pop())
             box.send(b"seen")
             box.setblocking(False)
-            return _Watch(limits, box, lifeline, *files, proxy=proxy.end if proxy else None).run()
+            return _Watch(limits, box, lifeline, *files).run()
     except TimeoutError:
         return f"making it took more than {START:g} s"
-    except BrokenPipeError:
-        return _NO_PROXY
     return ""
 
 
@@ -214,7 +182,6 @@ class _Watch:
         lifeline: socket.socket,
         proc: int,
         *disks: int,
-        proxy: socket.socket | None = None,
     ) -> None:
         self._proc = f"/proc/self/fd/{proc}"
         self._disks = disks
@@ -224,14 +191,13 @@ class _Watch:
         self._limits = limits
         self._box = box
         self._lifeline = lifeline
-        self._proxy = proxy
         self._strikes: Deadline | None = None  #: until when it may be over a limit
         self._ending = False  #: what ran over a limit has not ended yet
 
     def run(self) -> str:
         """Why the box is to be ended by force; "" otherwise."""
         poll = select.poll()
-        for one in (self._box, self._lifeline, *((self._proxy,) if self._proxy else ())):
+        for one in (self._box, self._lifeline):
             poll.register(one, select.POLLIN)
         pause: float | None = None
         over = ""
@@ -239,8 +205,6 @@ class _Watch:
             ready = dict(poll.poll(None if pause is None else pause * 1000))
             if self._lifeline.fileno() in ready:
                 return ""
-            if self._proxy and self._proxy.fileno() in ready:
-                return _NO_PROXY
             if self._box.fileno() in ready:
                 said = self._box.recv(64)
                 if not said:

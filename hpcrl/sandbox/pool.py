@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Protocol
 
 from hpcrl.errors import HpcrlError, UsageError
@@ -24,14 +24,12 @@ from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined
 from hpcrl.sandbox.spawner_client import Spawner
-from hpcrl.utils.host_rules import HostRules, rules_of, uncovered
 
 _AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processors alone
-_KINDS = 4  #: of images, limits and hosts, those used last, whose boxes are made ahead
+_KINDS = 4  #: of images and limits, those used last, whose boxes are made ahead
 _TRIES = 3  #: spawners that may be lost while one box is made
 
-Kind = tuple[str, BoxLimits, ContainerKind | None, HostRules]
-Hosts = Iterable[str] | HostRules
+Kind = tuple[str, BoxLimits, ContainerKind | None]
 
 
 class PoolCounts(NamedTuple):
@@ -69,23 +67,20 @@ class SandboxPool:
         most: int = 64,
         limits: BoxLimits | None = None,
         kind: str | None = None,
-        reach: Iterable[str] | None = None,
     ) -> None:
         """A pool for the event loop that runs; its spawner starts when the first box is asked for.
 
         Args:
-            warm: boxes of each image, limits and hosts that are made ahead.
+            warm: boxes of each image and limits that are made ahead.
             most: boxes that may be in use at once; who asks for more waits.
             limits: of boxes that are asked for without.
             kind: who makes their namespaces: "namespaces" (this package itself), "bubblewrap", "crun" or "apptainer";
                 None: what HPCRL_SANDBOX_KIND of the environment says, or else the first.
-            reach: hosts of which boxes may be asked for; None: of any.
 
         Raises:
-            UsageError: if a number is too small, there is no such kind, or a host is none.
+            UsageError: if a number is too small, or there is no such kind.
         """
         self._name = chosen(kind)
-        self._reach = None if reach is None else rules_of(reach, "SandboxPool(reach=)")
         if warm < 0 or most < 1:
             raise UsageError(
                 f"SandboxPool(warm={warm}, most={most})", "give 0 or more warm boxes, and 1 or more in use"
@@ -103,23 +98,20 @@ class SandboxPool:
         accounts.keep(self)
 
     @contextlib.asynccontextmanager
-    async def box(
-        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
-    ) -> AsyncIterator[Box]:
+    async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
         """A box of this caller's alone; it is ended, with all that is in it, when the block is left.
 
         Args:
             image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a
                 SIF file, or of a Docker or OCI archive; these are unpacked once on a node.
-            hosts: that it may reach by HTTP and HTTPS (`utils/host_rules.py`); none: it has no network at all.
 
         Raises:
-            UsageError: if the image is none of these, a host is none or may not be reached, or the pool is closed.
+            UsageError: if the image is none of these, or the pool is closed.
             DataError, HpcrlError: if it cannot be unpacked, and why.
             Unconfined: if this machine can make no box.
             SandboxLost: if spawners end before they have made one.
         """
-        kind = await self._kind(image, limits, hosts)
+        kind = await self._kind(image, limits)
         async with self._place(kind) as line:
 
             async def renew(before: BoxLine) -> BoxLine:
@@ -133,11 +125,9 @@ class SandboxPool:
                 self._discard(box._line)
 
     @contextlib.asynccontextmanager
-    async def line(
-        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
-    ) -> AsyncIterator[BoxLine]:
+    async def line(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[BoxLine]:
         """As `box`, for a box that another process asks (`BoxLine.relay`)."""
-        async with self._place(await self._kind(image, limits, hosts)) as line:
+        async with self._place(await self._kind(image, limits)) as line:
             try:
                 yield line
             finally:
@@ -161,15 +151,13 @@ class SandboxPool:
             finally:
                 self._count(used=-1, seconds=time.monotonic() - self._uses.pop(use))
 
-    async def prepare(
-        self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
-    ) -> None:
+    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
         """Make boxes ahead until there are `count` of that image.
 
         Raises:
             UsageError, Unconfined, SandboxLost: as `box`.
         """
-        kind = await self._kind(image, limits, hosts)
+        kind = await self._kind(image, limits)
         lines = self._lines_of(kind)
         await asyncio.gather(*(self._add(kind) for _ in range(count - len(lines))))
 
@@ -214,18 +202,12 @@ class SandboxPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _kind(self, image: str, limits: BoxLimits | None, hosts: Hosts) -> Kind:
+    async def _kind(self, image: str, limits: BoxLimits | None) -> Kind:
         """What boxes are made of; an image that is a file is unpacked, which takes a while the first time on a node."""
-        rules = rules_of(hosts, "hosts= of a sandbox")
-        if self._reach is not None and (wrong := uncovered(rules, self._reach)):
-            raise UsageError(
-                f"sandboxes of this run may not reach {', '.join(wrong)}",
-                f"--sandbox-hosts names what they may, now: {self._reach}",
-            )
         if image != SYSTEM_IMAGE:
             image = await asyncio.to_thread(image_root, image)
         kind = None if self._name == OURS else await asyncio.to_thread(prepare, self._name)
-        return image, limits or self._limits, kind, rules
+        return image, limits or self._limits, kind
 
     def _count(self, **more: float) -> None:
         self._counts = self._counts.plus(**more)
@@ -320,12 +302,10 @@ class BoxPool(Protocol):
     """What hands out boxes, here (`SandboxPool`) or on other machines; methods as of `SandboxPool`."""
 
     def box(
-        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
+        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None
     ) -> contextlib.AbstractAsyncContextManager[Box]: ...
 
-    async def prepare(
-        self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
-    ) -> None: ...
+    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None: ...
 
     def counts(self) -> PoolCounts: ...
 

@@ -128,18 +128,11 @@ _NEWEST = 461  #: later calls have the same numbers everywhere; of what they do 
 _NAMESPACES = 0x7E020000  #: every CLONE_NEW*
 _TYPING = (0x5412, 0x541C, 0x5423)  #: TIOCSTI, TIOCLINUX, TIOCSETD
 _OWNERS = (8, 10, 15)  #: F_SETOWN, F_SETSIG, F_SETOWN_EX: whom a file sends signals
-#: of a process that may connect to its own loopback: what would make other sockets than that, and let in others
-INCOMING = {"accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201)}
-_SETSOCKOPT = (54, 208)
-_INET, _STREAM, _TCP = 2, 1, 6  #: AF_INET, SOCK_STREAM, IPPROTO_TCP and SOL_TCP
-_TYPE = 0xF  #: of a socket's kind, but for how it is opened
-_SOL_SOCKET = 1
-_TCP_RARE = 31  #: TCP_ULP: it and what came after it change how the kernel takes the bytes
 _HELD_UP = (1024, 1026)  #: F_SETLEASE, F_NOTIFY: a process that opens the file waits, outside of the box too
 _OWNER_IOCTLS = (0x8901, 0x8902)  #: FIOSETOWN, SIOCSPGRP: the same by ioctl
 _X32 = 0x40000000
 
-_LOAD, _EQUAL, _AT_LEAST, _SET, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
+_LOAD, _EQUAL, _AT_LEAST, _SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE = 0, 4  #: places in struct seccomp_data
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _SET_SECCOMP, _FILTER = 22, 2
@@ -150,21 +143,20 @@ def supported() -> bool:
     return os.uname().machine in ARCHITECTURES and struct.calcsize("P") == 8
 
 
-def refuse_calls(own_pids: bool, programs: bool = True, only_itself: bool = False, connects: bool = False) -> None:
+def refuse_calls(own_pids: bool, programs: bool = True, only_itself: bool = False) -> None:
     """Refuse this process, and all that it starts, the calls of this module, for good.
 
     Args:
         own_pids: it has a PID namespace of its own, so that signals reach nothing else.
         programs: it may start processes.
         only_itself: it may change the priorities and limits of no other process of its PID namespace either.
-        connects: it may make sockets of TCP over IPv4, and connect them; its network namespace must have no way out.
 
     Raises:
         OSError: if the kernel has no such filters, or the architecture is unknown here.
     """
     if not supported():
         raise OSError(errno.ENOSYS, f"the system calls of {os.uname().machine} are not known here")
-    program = filter_program(os.uname().machine, own_pids, programs, only_itself, connects)
+    program = filter_program(os.uname().machine, own_pids, programs, only_itself)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(header, len(header))
@@ -172,13 +164,9 @@ def refuse_calls(own_pids: bool, programs: bool = True, only_itself: bool = Fals
     check(libc.prctl(_SET_SECCOMP, *words), "refusing system calls")
 
 
-def filter_program(
-    machine: str, own_pids: bool, programs: bool, only_itself: bool = False, connects: bool = False
-) -> bytes:
+def filter_program(machine: str, own_pids: bool, programs: bool, only_itself: bool = False) -> bytes:
     """The filter's instructions for a machine of ARCHITECTURES."""
     refused = REFUSED | ({} if own_pids else SIGNALS) | ({} if programs else PROGRAMS)
-    if connects:
-        refused = {name: numbers for name, numbers in refused.items() if name != "socket"} | INCOMING
     which = _MACHINES.index(machine)
     lines = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, ARCHITECTURES[machine], 1, 0), _step(_RETURN, _KILL)]
     lines += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
@@ -188,8 +176,6 @@ def filter_program(
     lines += _refuse(_CLONE3[which], errno.ENOSYS)
     lines += _refuse_where(_CLONE[which], 0, [(_SET, _NAMESPACES)])
     lines += _refuse_where(_PRCTL[which], 0, [(_EQUAL, _PARENT_DEATH)])
-    if connects:
-        lines += _only_tcp(REFUSED["socket"][which], _SETSOCKOPT[which])
     if not programs:
         lines += _refuse_unless(_CLONE[which], 0, (_SET, _THREAD))
     typing = _TYPING if own_pids else (*_TYPING, *_OWNER_IOCTLS)
@@ -241,19 +227,3 @@ def _refuse_unless(number: int, place: int, test: tuple[int, int]) -> list[bytes
     code, value = test
     inner = [_argument(place), _step(code, value, 1, 0), _step(_RETURN, _ERROR | errno.EPERM), _step(_LOAD, _NUMBER)]
     return [_step(_EQUAL, number, 0, len(inner)), *inner]
-
-
-def _only_tcp(make: int, option: int) -> list[bytes]:
-    """Refuse sockets of another kind than TCP over IPv4, and options but the plain ones of a socket and of TCP.
-
-    Args:
-        make, option: numbers of socket and setsockopt.
-    """
-    no = _step(_RETURN, _ERROR | errno.EPERM)
-    inner = [_argument(0), _step(_EQUAL, _INET, 1, 0), no]
-    inner += [_argument(1), _step(_AND, _TYPE), _step(_EQUAL, _STREAM, 1, 0), no]
-    inner += [_argument(2), _step(_EQUAL, 0, 2, 0), _step(_EQUAL, _TCP, 1, 0), no, _step(_LOAD, _NUMBER)]
-    lines = [_step(_EQUAL, make, 0, len(inner)), *inner]
-    inner = [_argument(1), _step(_EQUAL, _SOL_SOCKET, 5, 0), _step(_EQUAL, _TCP, 1, 0), no]
-    inner += [_argument(2), _step(_AT_LEAST, _TCP_RARE, 0, 1), no, _step(_LOAD, _NUMBER)]
-    return [*lines, _step(_EQUAL, option, 0, len(inner)), *inner]

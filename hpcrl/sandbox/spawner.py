@@ -1,7 +1,7 @@
 """The process that forks boxes, so that each takes milliseconds: `python -m hpcrl.sandbox.spawner CONTROL PARENT`.
 
 CONTROL is the number of an open socket of packets, of JSON: `{"make": number, "image": ..., "limits": {...}, "kind":
-..., "hosts": [...]}` with one file, the box's end of a stream, and `{"end": number}`; `{"ended": number, "why": ...}`
+...}` with one file, the box's end of a stream, and `{"end": number}`; `{"ended": number, "why": ...}`
 is answered once for each.
 
 Invariant: it ends with the process that started it, and every box ends with it; it holds nothing of that process but
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import importlib
 import json
 import os
 import select
@@ -25,7 +24,6 @@ from typing import Any
 from hpcrl.sandbox.keeper import keep_box
 from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.utils.host_rules import HostRules
 
 _PACKET = 1 << 16
 _LOOK = 1.0  #: seconds between two looks at the parent, where the kernel cannot say that it has ended
@@ -101,9 +99,6 @@ class _Boxes:
         kind = ContainerKind(*wish["kind"]) if wish["kind"] else None
         if kind:
             module_of(kind.name)  # here, so that not every box imports it
-        hosts = HostRules(tuple(wish["hosts"][0]), wish["hosts"][1])
-        if hosts.words:
-            importlib.import_module("hpcrl.sandbox.hosts.proxy")  # the same
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spawner = os.getpid()
         try:
@@ -119,7 +114,7 @@ class _Boxes:
                     with contextlib.suppress(OSError):  # that of the list itself
                         os.close(int(name))
             limits = BoxLimits(**wish["limits"])
-            keep_box(spawner, wish["image"], limits, kind, hosts, socket.socket(fileno=talk), its)
+            keep_box(spawner, wish["image"], limits, kind, socket.socket(fileno=talk), its)
         os.close(talk)
         its.close()
         self._boxes[wish["make"]] = (keeper, mine)

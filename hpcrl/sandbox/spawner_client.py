@@ -20,7 +20,6 @@ from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined, python_variables
-from hpcrl.utils.host_rules import NO_HOSTS, HostRules
 
 _SEND = 10.0  #: seconds until the spawner has room for a message
 _ENDING = 30.0  #: seconds that the end of a box may take
@@ -66,21 +65,18 @@ class Spawner:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._control, self._hear)
 
-    async def make(
-        self, image: str, limits: BoxLimits, kind: ContainerKind | None = None, hosts: HostRules = NO_HOSTS
-    ) -> BoxLine:
+    async def make(self, image: str, limits: BoxLimits, kind: ContainerKind | None = None) -> BoxLine:
         """A box that is ready.
 
         Args:
             kind: whose container it is to be in; None: one of this package's own namespaces.
-            hosts: that it may reach.
 
         Raises:
             Unconfined: if this machine cannot make it.
             SandboxLost: if the spawner, or the box, has ended.
         """
         line = BoxLine(next(_numbers))
-        wish = {"make": line.number, "image": image, "limits": vars(limits), "kind": kind, "hosts": hosts}
+        wish = {"make": line.number, "image": image, "limits": vars(limits), "kind": kind}
         data = json.dumps(wish).encode()
         if len(data) > _PACKET:  # sent, it would end the spawner, and each of its boxes
             raise UsageError(f"what is asked of a sandbox takes {len(data):,} bytes", "give it fewer or shorter words")

@@ -177,35 +177,6 @@ def try_udp(v: dict) -> bool:
     return connects(socket.AF_INET, ("127.0.0.1", v["udp"]), socket.SOCK_DGRAM)
 
 
-def proxied(text: str) -> bool:
-    """Whether what takes a box's requests to hosts has let one through."""
-    with socket.create_connection(("127.0.0.1", 3128), 2) as found:
-        found.settimeout(5)
-        found.sendall(text.encode() + b"\r\nHost: example.org\r\n\r\n" + MARK.encode())
-        return b" 200 " in found.recv(200)
-
-
-def try_reach_the_machine_through_the_proxy(v: dict) -> bool:
-    """By names and addresses that the box was given, and which are the machine's."""
-    names = (f"{name}:{v['tcp']}" for name in ("127.0.0.1", "localhost", "LOCALHOST."))
-    return any(proxied(f"CONNECT {name} HTTP/1.1") or proxied(f"GET http://{name}/ HTTP/1.1") for name in names)
-
-
-def try_reach_others_through_the_proxy(v: dict) -> bool:
-    names = (
-        "0.0.0.0",
-        "[::1]",
-        "[::ffff:127.0.0.1]",
-        "127.1",
-        "2130706433",
-        "localhost.example.org",
-        "example.org@localhost",
-    )
-    return any(proxied(f"CONNECT {name.rpartition('@')[2]}:{v['tcp']} HTTP/1.1") for name in names) or any(
-        proxied(f"GET http://{name}:{v['tcp']}/ HTTP/1.1") for name in names
-    )
-
-
 def try_let_connections_in(v: dict) -> bool:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -1,6 +1,5 @@
 """A hostile program against what a user has: every attempt of `attacks.py`, from a script that is imported, from a
-command that is confined, from a worker that has confined itself, from a box, and from one that may reach hosts; as root
-and as an ordinary user."""
+command that is confined, from a worker that has confined itself and from a box; as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -77,11 +76,6 @@ async def main():
 
 asyncio.run(main())
 """
-#: and in one that may reach hosts, among them names of this machine
-HOSTS = BOX.replace("pool.box()", "pool.box(hosts=HOSTS)").replace(
-    "async def main",
-    'PORT = json.load(open(f"{folder}/victim.json"))["tcp"]\nHOSTS = (f"127.0.0.1:{PORT}", f"localhost:{PORT}")\n\nasync def main',
-)
 #: nothing is confined
 BARE = """
 import os, sys
@@ -113,7 +107,7 @@ def readable_directory() -> Iterator[Path]:
         source = Path(hpcrl.__file__).parent
         shutil.copytree(source / "sandbox", package / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
         (package / "utils").mkdir()
-        utils = (f"utils/{name}.py" for name in ("__init__", "deadline", "host_rules", "locks", "plugins"))
+        utils = (f"utils/{name}.py" for name in ("__init__", "deadline", "locks", "plugins"))
         for name in ("__init__.py", "errors.py", *utils):
             shutil.copy(source / name, package / name)
         (folder / "shown").mkdir()
@@ -165,14 +159,13 @@ def attack(program: str, user: SecondUser | None) -> Outcome:
         return Outcome(json.loads(lines[-1]), damage, said)
 
 
-WAYS = {"import": "import", "command": COMMAND, "worker": WORKER, "box": BOX, "hosts": HOSTS}
+WAYS = {"import": "import", "command": COMMAND, "worker": WORKER, "box": BOX}
 _done: dict[tuple[str, bool], Outcome] = {}
 
 
 @pytest.fixture(
     params=[
         *("import-root", "command-root", "command-user", "worker-root", "worker-user", "box-root", "box-user"),
-        *("hosts-root", "hosts-user"),
     ]
 )
 def outcome(request: pytest.FixtureRequest) -> Outcome:

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
-from hpcrl.utils.host_rules import rules_of
 
 
 def check_sandboxes(o: Options) -> None:
-    """Raise UsageError for places, numbers and hosts of sandboxes that cannot be."""
-    rules_of(o.sandbox_hosts, "--sandbox-hosts")
+    """Raise UsageError for places and numbers of sandboxes that cannot be."""
     check_stages_hosts((o,))
     if o.sandbox_on == "engines" and o.needs_engines and not o.num_engines:
         raise UsageError("--sandbox-on engines: this run starts no engine", "give --sandbox-on nodes, or leave it out")
@@ -37,7 +35,7 @@ def may_use_sandboxes(o: Options) -> bool:
 
 def inert_in_sandboxes(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sandboxes without effect, several in one string -> why."""
-    every = "sandbox_on sandbox_num_nodes sandbox_kind sandbox_hosts"
+    every = "sandbox_on sandbox_num_nodes sandbox_kind"
     if not may_use_sandboxes(o):
         yield every, "no custom function is given, and nothing else uses sandboxes"
     elif not o.needs_engines:

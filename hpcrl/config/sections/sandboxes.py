@@ -19,8 +19,3 @@ class SandboxOptions(Base):
     sandbox_kind: Literal["namespaces", "bubblewrap", "crun", "apptainer"] | None = opt(
         None, "who makes their namespaces; default: what HPCRL_SANDBOX_KIND says where they are, or namespaces"
     )
-    sandbox_hosts: list[str] = opt(
-        [],
-        "hosts that sandboxes may reach at all, by HTTP and HTTPS, if a task or function asks for them: example.org, "
-        "*.example.org, example.org:8080; default: none",
-    )

@@ -18,7 +18,7 @@ from hpcrl.config.prompt_words import KINDS, PromptWord, read_words
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.prompts.row_checks import Keys, keys_in, oddity, read_row
 from hpcrl.rollout.prompts.rows import first_parquet_rows, first_rows, nothing_in, open_rows
-from hpcrl.sandbox.harbor.rows import TaskRows, refuse_hosts
+from hpcrl.sandbox.harbor.rows import TaskRows
 from hpcrl.sandbox.harbor.task import CONFIG
 from hpcrl.utils.check_results import Finding
 
@@ -98,8 +98,8 @@ def _check_rows(options: Options, word: PromptWord, keys: Keys) -> str:
 
 
 def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
-    """Raise DataError for the first task that cannot be run here, UsageError where no function would run any, for the
-    first whose hosts may not be reached, or if our agent would be ended before a task's own time is over."""
+    """Raise DataError for the first task that cannot be run here, UsageError where no function would run any, or if
+    our agent would be ended before a task's own time is over."""
     rows = open_rows(word)
     keys_in(rows, keys)
     if options.custom_generate_function_path is None and not options.only_evaluates:
@@ -109,8 +109,6 @@ def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
         )
     if not isinstance(rows, TaskRows):
         return
-    for folder, words in rows.hosts:
-        refuse_hosts(folder, words, options.sandbox_hosts)
     seconds, folder = rows.longest
     if options.custom_generate_function_path == AGENT and seconds > options.custom_generate_timeout:
         raise UsageError(

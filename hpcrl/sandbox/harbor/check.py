@@ -15,16 +15,15 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 from hpcrl.config.prompt_words import read_word
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.sandbox.harbor.images import read_images
-from hpcrl.sandbox.harbor.rows import refuse_hosts, task_folders
+from hpcrl.sandbox.harbor.rows import task_folders
 from hpcrl.sandbox.harbor.task import HarborTask, read_task, solution
 from hpcrl.sandbox.harbor.verdict import check_verifier
-from hpcrl.sandbox.pool import SandboxPool, default_pool, make_default_with
+from hpcrl.sandbox.pool import default_pool
 
 _AT_ONCE = 4  #: tasks whose verifiers run at a time
 _SAID = 200  #: characters of what a verifier printed that are shown
@@ -58,20 +57,14 @@ async def check(task: HarborTask) -> tuple[TaskState, str]:
     return TaskState.BAD, f"{said}; the verifier's last words: {solved.said.strip()[-_SAID:] or 'none'}"
 
 
-async def check_all(folders: Sequence[Path], images: dict[str, str], hosts: Sequence[str] = ()) -> Counter[TaskState]:
-    """Print a line for each task; how many are in which state.
-
-    Args:
-        hosts: that boxes may reach, if a task names them.
-    """
-    make_default_with(partial(SandboxPool, reach=hosts))
+async def check_all(folders: Sequence[Path], images: dict[str, str]) -> Counter[TaskState]:
+    """Print a line for each task; how many are in which state."""
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def one(folder: Path) -> TaskState:
         async with places:
             try:
                 task = read_task(folder, images)
-                refuse_hosts(folder, (*task.config.hosts, *task.config.verdict_hosts), hosts)
                 state, said = await check(task)
             except (DataError, UsageError) as error:
                 state, said = TaskState.BAD, str(error)
@@ -104,13 +97,10 @@ def main() -> int:
         "ok: the solution earns more; ?: there is none; FAIL: it does not, or the task cannot be run.",
     )
     parser.add_argument("folder", help="a folder of task folders, as --prompt-data has it: DIR, or DIR/@[:10]")
-    parser.add_argument(
-        "--sandbox-hosts", nargs="+", default=[], metavar="HOST", help="hosts that tasks may reach if they name them"
-    )
     given = parser.parse_args()
     try:
         folder, tasks = _chosen(given.folder)
-        states = asyncio.run(check_all(tasks, read_images(folder), given.sandbox_hosts))
+        states = asyncio.run(check_all(tasks, read_images(folder)))
     except HpcrlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -7,15 +7,13 @@ of the same task, or the folder is refused as changed.  Held is a path and a dig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hpcrl.errors import DataError, UsageError
+from hpcrl.errors import DataError
 from hpcrl.sandbox.harbor.images import read_images
 from hpcrl.sandbox.harbor.task import CONFIG, HarborTask, is_task, read_task
-from hpcrl.utils.host_rules import rules_of, uncovered
 
 KEY = "harbor"  #: of a prompt's metadata: {"task": its folder, "digest": of it}
 PROMPT, METADATA = "prompt", "metadata"  #: keys of a row
@@ -40,7 +38,6 @@ class TaskRows:
     Attributes:
         size: bytes of the instructions.
         sha256: of all tasks' digests.
-        hosts: (folder, hosts that its boxes may reach) of each task of the slice that names any.
         longest: of the slice, the most that a task's commands and its verifier may take together, and its folder; a
             task without a limit for its commands counts by its verifier alone.
     """
@@ -55,20 +52,16 @@ class TaskRows:
         folders = task_folders(path)
         images = read_images(path)
         self.size, found = 0, []
-        named_hosts: dict[Path, tuple[str, ...]] = {}
         seconds: dict[Path, float] = {}
         for folder in folders:
             task = read_task(folder, images)
             self.size += len(task.instruction.encode())
             found.append((folder, task.digest))
-            if words := (*task.config.hosts, *task.config.verdict_hosts):
-                named_hosts[folder] = words
             seconds[folder] = (task.config.agent_seconds or 0.0) + task.config.verdict_seconds
         named = "".join(f"{folder.name} {digest}\n" for folder, digest in found)
         self.sha256 = hashlib.sha256(named.encode()).hexdigest()
         self._first = range(len(found))[rows].start if found[rows] else 0
         self._tasks = found[rows]
-        self.hosts = [(folder, named_hosts[folder]) for folder, _ in self._tasks if folder in named_hosts]
         self.longest = max(((seconds[folder], folder) for folder, _ in self._tasks), default=(0.0, path))
 
     def __len__(self) -> int:
@@ -84,21 +77,6 @@ class TaskRows:
 
     def where(self, index: int) -> str:
         return str(self._tasks[index][0])
-
-
-def refuse_hosts(folder: Path, words: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise UsageError if a task names hosts that the run does not allow its sandboxes.
-
-    Args:
-        words: of the task.
-        allowed: --sandbox-hosts.
-    """
-    rules = rules_of(words, str(folder))
-    if wrong := uncovered(rules, rules_of(allowed, "--sandbox-hosts")):
-        raise UsageError(
-            f"{folder / CONFIG} names hosts that no sandbox of this run may reach: {', '.join(wrong)}",
-            f"--sandbox-hosts {' '.join(wrong)} lets them; or leave this task out",
-        )
 
 
 def task_of(metadata: dict[str, Any]) -> HarborTask:

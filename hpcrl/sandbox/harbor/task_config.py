@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.errors import DataError, UsageError
+from hpcrl.errors import DataError
 from hpcrl.sandbox import BoxLimits
-from hpcrl.utils.host_rules import rules_of
 from hpcrl.utils.untrusted_files import Damaged, parse_toml, read_given
 
 VERDICT_SECONDS = 600.0  #: Harbor's own, where [verifier] says none
@@ -27,26 +26,23 @@ _UNITS = {"G": 1 << 30, "M": 1 << 20, "K": 1 << 10}
 #: sections -> the keys that are done here; then those that say nothing of how a task runs here
 _DONE = {
     "": {"schema_version", "version", "verifier", "agent", "environment", "artifacts"},
-    "agent": {"timeout_sec", "user", "network_mode", "allowed_hosts"},
-    "verifier": {"timeout_sec", "env", "user", "network_mode", "allowed_hosts", "environment_mode"},
+    "agent": {"timeout_sec", "user", "network_mode"},
+    "verifier": {"timeout_sec", "env", "user", "network_mode", "environment_mode"},
     "environment": {
         *("docker_image", "os", "memory_mb", "memory", "storage_mb", "storage", "env", "workdir"),
-        *("network_mode", "allowed_hosts", "allow_internet", "gpus"),
+        *("network_mode", "allow_internet", "gpus"),
     },
 }
 _PASSED_OVER = {"": {"task", "metadata", "solution", "source"}, "environment": {"cpus", "build_timeout_sec"}}
+_NO_NETWORK = "a sandbox has no network: take the line out if the task can do without"
 _HINTS = {
     "steps": "tasks of several steps are not run; make a task of each",
     "gpus": "a sandbox has no GPU",
     "tpu": "a sandbox has no TPU",
     "mcp_servers": "no server is started for the policy; give it what it needs as programs of the image",
+    "allowed_hosts": _NO_NETWORK,
     "healthcheck": "no service is started in a sandbox; start it in tests/test.sh",
 }
-_NO_NETWORK = (
-    'a sandbox reaches the hosts that its task names, and no other: network_mode = "allowlist" with allowed_hosts, or '
-    "take the line out if the task can do without"
-)
-_MODES = ("no-network", "allowlist")  #: of Harbor's three
 #: never carried over to where the verdict is made, nor a working directory
 _KEPT = ("/tests", "/logs/verifier", "/proc", "/dev", "/sys", "/solution")
 
@@ -63,7 +59,6 @@ class HarborConfig:
         env, verdict_env: variables of the policy's commands, and of tests/test.sh in addition.
         artifacts: absolute paths, or relative to the working directory, whose content the verdict is made of.
         separate: of these alone: the working directory is not carried over.
-        hosts, verdict_hosts: that the policy's commands and tests/test.sh may reach, words of `utils/host_rules.py`.
     """
 
     agent_seconds: float | None = None
@@ -74,8 +69,6 @@ class HarborConfig:
     verdict_env: Mapping[str, str] = field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
     separate: bool = False
-    hosts: tuple[str, ...] = ()
-    verdict_hosts: tuple[str, ...] = ()
     limits: BoxLimits = field(default_factory=BoxLimits)
 
 
@@ -124,8 +117,6 @@ class _Reader:
             verdict_env=self._env("verifier"),
             artifacts=tuple(map(self._artifact, self._list("artifacts"))),
             separate=mode == "separate",
-            hosts=self._hosts("agent"),
-            verdict_hosts=self._hosts("verifier"),
             limits=self._limits(agent),
         )
 
@@ -144,10 +135,8 @@ class _Reader:
             self._refuse("this schema_version", "1.0 to 1.4 are read")
         if table.get("user", "root") not in ("root", 0, "0"):
             self._refuse(f"{shown}user = {table['user']!r}", "a sandbox has one user; take it out")
-        if table.get("network_mode", _MODES[0]) not in _MODES or table.get("allow_internet"):
+        if table.get("network_mode", "no-network") != "no-network" or table.get("allow_internet"):
             self._refuse(f"{shown}a network", _NO_NETWORK)
-        if table.get("allowed_hosts") and table.get("network_mode") != "allowlist":
-            self._refuse(f"{shown}allowed_hosts", 'network_mode = "allowlist" in the same section goes with it')
         if str(table.get("os", "linux")).lower() != "linux":
             self._refuse(f"{shown}os = {table['os']!r}", "leave this task out")
 
@@ -188,17 +177,6 @@ class _Reader:
         if not isinstance(source, str) or not source or not carriable(posixpath.join("/app", source)):
             raise DataError(f"{self._path}: the artifact {source!r}", "name a file or directory of the task's own")
         return source
-
-    def _hosts(self, phase: str) -> tuple[str, ...]:
-        """What a phase may reach: as its section says, or else [environment]."""
-        name = phase if "network_mode" in self._tables[phase] else "environment"
-        found = self._tables[name].get("allowed_hosts") or []
-        if not isinstance(found, list):
-            raise DataError(f"{self._path}: [{name}] allowed_hosts = {found!r} is no list")
-        try:
-            return rules_of(found, f"{self._path}: [{name}] allowed_hosts").words
-        except UsageError as error:
-            raise DataError(error.what, error.hint) from error
 
     def _env(self, name: str) -> dict[str, str]:
         """Variables; `${NAME:-default}` is its default, for nothing of the run's environment is shown to a task."""

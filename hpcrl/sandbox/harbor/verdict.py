@@ -48,17 +48,14 @@ class TaskVerdict:
 
 
 @contextlib.asynccontextmanager
-async def task_box(task: HarborTask, hosts: Sequence[str] | None = None) -> AsyncIterator[Box]:
+async def task_box(task: HarborTask) -> AsyncIterator[Box]:
     """A box with the task's environment, and nothing of its tests.
-
-    Args:
-        hosts: that it may reach; those of the policy's commands unless given.
 
     Raises:
         HpcrlError: if the environment cannot be put into a box of its image.
         SandboxLost, Unconfined: as `sandbox`.
     """
-    async with sandbox(task.image, task.config.limits, task.config.hosts if hosts is None else hosts) as box:
+    async with sandbox(task.image, task.config.limits) as box:
         made = await box.run(["mkdir", "-p", task.workdir, "/logs/agent", "/logs/artifacts", LOGS], cwd="/")
         try:
             if not made.ok:
@@ -140,15 +137,14 @@ async def check_verifier(task: HarborTask, more: Sequence[BoxFile] = (), command
     if found is None:
         raise HpcrlError(
             f"{task.folder / 'tests' / 'test.sh'} makes no verdict for an untouched environment: {said}",
-            f"it has to write {LOGS}/reward.txt or reward.json within [verifier] timeout_sec, with no network but its "
-            "allowed_hosts",
+            f"it has to write {LOGS}/reward.txt or reward.json within [verifier] timeout_sec, with no network",
         )
     return found
 
 
 async def _judged(task: HarborTask, left: bytes) -> tuple[TaskVerdict | None, str]:
     """(the verdict in a new box, None if there is none, the end of what was printed or what is wrong)."""
-    async with task_box(task, task.config.verdict_hosts) as judge:
+    async with task_box(task) as judge:
         try:
             if left:
                 await unpack(judge, left, task.carried)

@@ -14,7 +14,6 @@ import socket
 import struct
 
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
-from hpcrl.sandbox.hosts.listener import network_of_this
 from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.kinds.first_process import MADE, MOST_DISKS
 from hpcrl.sandbox.kinds.inside import VARIABLES, first_process_words
@@ -38,7 +37,6 @@ def start_container(
     talk: socket.socket,
     keeper: socket.socket,
     said: int,
-    connects: bool,
 ) -> int:
     """Fork, and start the program that makes the box; its process id.
 
@@ -46,13 +44,11 @@ def start_container(
         others: processes of this user's that there are.
         keeper: the box's end of the socket to its keeper.
         said: number of the file for what the program says.
-        connects: the box has hosts that it may reach.
 
     Raises:
         OSError: if it cannot be started.
     """
     told = {"limits": vars(limits), "others": others + _MORE, "user": os.readlink("/proc/self/ns/user")}
-    told["network"] = network_of_this() if connects else ""
     command = first_process_words(talk.fileno(), keeper.fileno(), json.dumps(told))
     words = module_of(kind.name).start_words(kind, "" if image == SYSTEM_IMAGE else image, limits, command)
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **VARIABLES}

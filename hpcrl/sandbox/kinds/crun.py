@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrl.sandbox.hosts.listener import BOUNDS
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.kinds.inside import INSIDE, OWN, VARIABLES, system_binds
 from hpcrl.sandbox.limits import BoxLimits
@@ -82,7 +81,6 @@ def _configuration(
             "namespaces": [{"type": name} for name in _NAMESPACES],
             "uidMappings": [{"containerID": user, "hostID": user, "size": 1}],
             "gidMappings": [{"containerID": group, "hostID": group, "size": 1}],
-            "sysctl": {path.removeprefix("/proc/sys/").replace("/", "."): value for path, value in BOUNDS.items()},
         },
     }
 

@@ -4,8 +4,7 @@ another program has made them.
     /.hpcrl/so/ld.so ... python3 -m hpcrl.sandbox.kinds.first_process TALK KEEPER TOLD
 
 TALK and KEEPER are numbers of open sockets, TOLD is JSON: `limits`, `others` (processes outside that count where there
-is no user namespace of the box's own), `user` (the user namespace outside), and `network` (the network namespace
-outside, of a box with hosts; "": it has none).
+is no user namespace of the box's own) and `user` (the user namespace outside).
 
 Invariant: nothing is answered before every right is given up, and nothing that the user asks for runs before that.
 """
@@ -24,7 +23,6 @@ from collections.abc import Sequence
 from hpcrl.sandbox import seccomp
 from hpcrl.sandbox.box_init import serve_box
 from hpcrl.sandbox.frames import pack
-from hpcrl.sandbox.hosts.listener import VARIABLES, open_door
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.system_calls import (
     NO_DUMP,
@@ -55,7 +53,6 @@ def serve_confined(
     limits: dict[int, int],
     disks: Sequence[int],
     layered: bool,
-    door: socket.socket | None = None,
 ) -> None:
     """Give up what is left, say that the box is ready, and serve it until it ends; this process ends then.
 
@@ -63,7 +60,6 @@ def serve_confined(
         limits: of each process, `resource.RLIMIT_*`.
         disks: numbers of open directories, one of each file system that can be written to; the first is /work's.
         layered: whether all of the image can be changed.
-        door: of a box with hosts, what listens in its network; it is handed out, and closed here.
 
     Raises:
         OSError: if something cannot be given up.
@@ -71,20 +67,17 @@ def serve_confined(
     for number in (1, 2):
         os.dup2(0, number)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    socket.send_fds(keeper, [MADE], [proc, *disks, *(() if door is None else (door.fileno(),))])
+    socket.send_fds(keeper, [MADE], [proc, *disks])
     os.close(proc)
-    if door is not None:
-        door.close()
     keeper.settimeout(START)
     keeper.recv(16)  # the keeper has them, and would see nothing of this process later
     for number in disks[1:]:
         os.close(number)
     drop_capabilities()
     prctl(NO_DUMP, 0, "hiding the first process from those inside")
-    connects = door is not None
-    seccomp.refuse_calls(own_pids=True, only_itself=True, connects=connects)  # this process is one of them
+    seccomp.refuse_calls(own_pids=True, only_itself=True)  # this process is one of them
     talk.send(pack({"n": 0, "ready": True, "layered": layered}))
-    serve_box(talk, keeper, limits, disks[0], VARIABLES if connects else {})
+    serve_box(talk, keeper, limits, disks[0])
 
 
 def main(argv: list[str]) -> None:
@@ -106,8 +99,7 @@ def main(argv: list[str]) -> None:
         own = os.readlink("/proc/self/ns/user") != told["user"] and kernel() >= (5, 14)
         limits = BoxLimits(**told["limits"]).of_process(3 if own else told["others"])  # one too many, as in ours
         os.environ.clear()
-        door = open_door(told["network"]) if told["network"] else None
-        serve_confined(talk, keeper, limits, disks, layered=False, door=door)
+        serve_confined(talk, keeper, limits, disks, layered=False)
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
         if not for_now(error) and not isinstance(error, SystemExit):
             with contextlib.suppress(OSError):

@@ -24,10 +24,9 @@ from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.nodes.connection import NodeConnection, NodeFull
-from hpcrl.sandbox.pool import Hosts, PoolCounts
+from hpcrl.sandbox.pool import PoolCounts
 from hpcrl.transport.auth import client_keys
 from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.host_rules import rules_of
 from hpcrl.utils.retry import Pauses
 
 COME_UP = 120.0  #: seconds that the first node may take to come up
@@ -60,9 +59,7 @@ class NodesPool:
         self._closed = self._seen = False
 
     @contextlib.asynccontextmanager
-    async def box(
-        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
-    ) -> AsyncIterator[Box]:
+    async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
         """As `SandboxPool.box`; the image is one of the node's.
 
         Raises:
@@ -72,9 +69,8 @@ class NodesPool:
             SandboxLost: if the node is lost, or none answers.
         """
         limits = limits or self._limits
-        words = rules_of(hosts, "hosts= of a sandbox").words
         begun = time.monotonic()
-        line, node = await self._open(image, limits, words)
+        line, node = await self._open(image, limits)
         where = {line: node}
         use, now = object(), time.monotonic()
         self._uses[use] = now
@@ -83,7 +79,7 @@ class NodesPool:
         async def renew(before: BoxLine) -> BoxLine:
             if node := where.pop(before, None):
                 node.close(before)
-            line, node = await self._open(image, limits, words)
+            line, node = await self._open(image, limits)
             where[line] = node
             return line
 
@@ -96,21 +92,18 @@ class NodesPool:
             for line, node in where.items():
                 node.close(line)
 
-    async def prepare(
-        self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
-    ) -> None:
+    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
         """Have boxes made ahead, `count` of that image on all nodes together.
 
         Raises:
             UsageError, Unconfined, SandboxLost: as `box`.
         """
-        words = rules_of(hosts, "hosts= of a sandbox").words
         await self._one()
         nodes = [node for node in self._nodes if node.up]
         shares = [count // len(nodes) + (place < count % len(nodes)) for place in range(len(nodes))]
         await asyncio.gather(
             *(
-                node.prepare(next(self._numbers), image, limits or self._limits, share, words)
+                node.prepare(next(self._numbers), image, limits or self._limits, share)
                 for node, share in zip(nodes, shares, strict=True)
                 if share
             )
@@ -148,12 +141,12 @@ class NodesPool:
     def _count(self, **more: float) -> None:
         self._counts = self._counts.plus(**more)
 
-    async def _open(self, image: str, limits: BoxLimits, hosts: tuple[str, ...]) -> tuple[BoxLine, NodeConnection]:
+    async def _open(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
         """A box, and the node that it is on; where that is lost meanwhile, of another."""
         self._check_open()
         self._count(making=1)
         try:
-            line, node = await self._tried(image, limits, hosts)
+            line, node = await self._tried(image, limits)
             self._count(made=1)
             return line, node
         except Unconfined:
@@ -166,7 +159,7 @@ class NodesPool:
         if self._closed:
             raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
 
-    async def _tried(self, image: str, limits: BoxLimits, hosts: tuple[str, ...]) -> tuple[BoxLine, NodeConnection]:
+    async def _tried(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
         """A box of a node that has room; tried again while none has."""
         lost: list[SandboxLost] = []
         for pause in Pauses(0.1, 1.0, growth=1.5):
@@ -174,7 +167,7 @@ class NodesPool:
             full: set[NodeConnection] = set()
             while node := await self._one(full):
                 try:
-                    return await node.open(next(self._numbers), image, limits, hosts), node
+                    return await node.open(next(self._numbers), image, limits), node
                 except NodeFull:
                     full.add(node)
                 except SandboxLost as error:

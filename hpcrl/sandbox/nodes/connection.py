@@ -143,7 +143,7 @@ class NodeConnection:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def open(self, number: int, image: str, limits: BoxLimits, hosts: tuple[str, ...] = ()) -> BoxLine:
+    async def open(self, number: int, image: str, limits: BoxLimits) -> BoxLine:
         """A box that is ready.
 
         Raises:
@@ -152,7 +152,7 @@ class NodeConnection:
         """
         box = self._asked(number)
         try:
-            await self.send(OPEN, number, _request(image, limits, hosts))
+            await self.send(OPEN, number, _request(image, limits))
             layered = await asyncio.wait_for(box.ready, ANSWER)
         except TimeoutError:
             box.close()
@@ -163,9 +163,7 @@ class NodeConnection:
         box.line.connect(box.reader, box, layered != b"\0")
         return box.line
 
-    async def prepare(
-        self, number: int, image: str, limits: BoxLimits, count: int, hosts: tuple[str, ...] = ()
-    ) -> None:
+    async def prepare(self, number: int, image: str, limits: BoxLimits, count: int) -> None:
         """Have `count` boxes made ahead.
 
         Raises:
@@ -173,7 +171,7 @@ class NodeConnection:
         """
         box = self._asked(number)
         try:
-            await self.send(PREPARE, number, _request(image, limits, hosts, count))
+            await self.send(PREPARE, number, _request(image, limits, count))
             await asyncio.wait_for(box.ready, ANSWER)
         except TimeoutError:
             raise SandboxLost(f"no sandbox was made: its node gave no answer within {ANSWER:g} s", _HINT) from None
@@ -299,5 +297,5 @@ class NodeConnection:
         box.reader.feed_eof()  # what it has said before is read first
 
 
-def _request(image: str, limits: BoxLimits, hosts: tuple[str, ...], count: int = 0) -> bytes:
-    return msgspec.msgpack.encode(BoxRequest(image, vars(limits), count, hosts))
+def _request(image: str, limits: BoxLimits, count: int = 0) -> bytes:
+    return msgspec.msgpack.encode(BoxRequest(image, vars(limits), count))

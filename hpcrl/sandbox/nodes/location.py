@@ -22,14 +22,13 @@ class SandboxPlace(msgspec.Struct, frozen=True):
 
     Attributes:
         nodes: how many nodes of attempt `attempt` of `run` have sandboxes; 0: they are on this machine.
-        kind, reach: of a pool on this machine.
+        kind: of a pool on this machine.
     """
 
     run: str
     attempt: int
     nodes: int
     kind: str | None = None
-    reach: tuple[str, ...] = ()
 
 
 def say_where(rundir: RunDir, options: Options, nodes: int) -> None:
@@ -39,7 +38,6 @@ def say_where(rundir: RunDir, options: Options, nodes: int) -> None:
         rundir.attempt,
         nodes,
         options.sandbox_kind,
-        tuple(options.sandbox_hosts),
     )
     os.environ[VARIABLE] = msgspec.json.encode(place).decode()
 
@@ -50,7 +48,7 @@ def follow() -> None:
         return
     place = msgspec.json.decode(said, type=SandboxPlace)
     if not place.nodes:
-        make_default_with(partial(SandboxPool, kind=place.kind, reach=place.reach))
+        make_default_with(partial(SandboxPool, kind=place.kind))
         return
     from hpcrl.sandbox.nodes.client import NodesPool
 

@@ -49,7 +49,7 @@ class _SandboxRole:
         options, place = self.context.options, self.context.plan.sandboxes[self.context.index]
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-        pool = SandboxPool(kind=options.sandbox_kind, reach=options.sandbox_hosts)
+        pool = SandboxPool(kind=options.sandbox_kind)
         try:
             await pool.prepare(1)
         except Unconfined as error:

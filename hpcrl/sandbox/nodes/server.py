@@ -186,14 +186,14 @@ class SandboxServer:
             await self._gone(place, end)
 
     async def _prepare(self, place: Place, wish: BoxRequest) -> None:
-        await self._pool.prepare(wish.count, wish.image, BoxLimits(**wish.limits), wish.hosts)
+        await self._pool.prepare(wish.count, wish.image, BoxLimits(**wish.limits))
         await self._send(place, READY, b"\0")
 
     async def _box(self, place: Place, wish: BoxRequest) -> BoxEnd:
         """Hand a box to a client, until one of them has ended."""
         if self._pool.full:
             return BoxEnd("full")
-        async with self._pool.line(wish.image, BoxLimits(**wish.limits), wish.hosts) as line:
+        async with self._pool.line(wish.image, BoxLimits(**wish.limits)) as line:
             await self._send(place, READY, bytes([line.layered]))
             relay = self._relays[place]
             ways = [asyncio.create_task(self._up(place, relay, line)), asyncio.create_task(self._down(place, line))]

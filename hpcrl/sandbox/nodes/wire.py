@@ -1,6 +1,6 @@
 """What a client and a node with sandboxes say to each other: a kind, the number of a box, and bytes.
 
-    client -> node    OPEN     image, limits and hosts, as MessagePack: a box is wanted
+    client -> node    OPEN     image and limits, as MessagePack: a box is wanted
                       PREPARE  the same and a count: so many are to be made ahead
                       DATA     bytes for the box
                       TAKEN    how many of the other side's bytes were taken
@@ -40,13 +40,11 @@ class BoxRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         limits: the fields of a `BoxLimits`.
         count: how many are to be made ahead.
-        hosts: that it may reach.
     """
 
     image: str
     limits: dict[str, Any]
     count: int = 0
-    hosts: tuple[str, ...] = ()
 
 
 class BoxEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

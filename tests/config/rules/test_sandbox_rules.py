@@ -32,8 +32,6 @@ OWN = GRPO | {"custom_generate_function_path": "mine.generate"}
         (GRPO | {"sandbox_on": "nodes"}, "--sandbox-on has no effect.*no custom function"),
         (OWN | {"sandbox_num_nodes": 2}, "--sandbox-num-nodes has no effect.*--sandbox-on nodes"),
         (OWN | {"sandbox_on": "nodes", "spares": 1}, "--sandbox-on nodes with --spares 1"),
-        (GRPO | {"sandbox_hosts": ["a.org"]}, "--sandbox-hosts has no effect.*no custom function"),
-        (OWN | {"sandbox_hosts": ["https://a.org"]}, "--sandbox-hosts: 'https://a.org' is no host"),
         (
             OWN
             | {
@@ -65,7 +63,6 @@ def test_refused_together() -> None:
         {"sandbox_on": "nodes", "sandbox_num_nodes": 2},
         {"sandbox_on": "engines"},
         {"sandbox_on": "engines", "spares": 1},
-        {"sandbox_hosts": ["a.org", "*.b.org:8080"]},
     ],
 )
 def test_allowed(values: dict[str, Any]) -> None:

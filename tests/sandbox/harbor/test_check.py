@@ -41,16 +41,6 @@ def test_tasks_are_told_apart(tmp_path: Path) -> None:
     assert status == 1 and "FAIL  gpu: " in text and "gpu/task.toml" in text and "1 of 4 tasks" in text
 
 
-def test_hosts_are_agreed_to(tmp_path: Path) -> None:
-    """A task that names one fails, and is run where the command names it too."""
-    toml = TOML.replace("[agent]", '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]')
-    write_task(tmp_path / "tasks" / "far", toml)
-    status, text = said(tmp_path, "hpcrl.sandbox.harbor", "tasks/")
-    assert status == 1 and "FAIL  far: " in text and "a.org" in text and "--sandbox-hosts a.org" in text
-    status, text = said(tmp_path, "hpcrl.sandbox.harbor", "tasks/", "--sandbox-hosts", "a.org")
-    assert status == 0 and text.startswith("ok    far")
-
-
 def test_a_slice_and_what_has_no_solution(tmp_path: Path) -> None:
     """It is neither good nor bad; a slice is that of a run."""
     write_task(tmp_path / "tasks" / "a")

@@ -56,10 +56,8 @@ def test_variables_and_artifacts(tmp_path: Path) -> None:
         ("network", "[environment]\nallow_internet = true"),
         ("network", '[agent]\nnetwork_mode = "public"'),
         ("network", '[environment]\nnetwork_mode = "open"'),
-        ("allowed_hosts goes|allowed_hosts is not done", '[environment]\nallowed_hosts = ["a.org"]'),
-        ("allowed_hosts", '[agent]\nnetwork_mode = "no-network"\nallowed_hosts = ["a.org"]'),
-        ("allowed_hosts: 'a.org/x' is no host", '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org/x"]'),
-        ("allowed_hosts", '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = "a.org"'),
+        ("allowed_hosts", '[environment]\nallowed_hosts = ["a.org"]'),
+        ("network", '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]'),
         ("gpus", "[environment]\ngpus = 1"),
         ("tpu", '[environment]\ntpu = {type = "v6e", topology = "2x2"}'),
         ("mcp_servers", '[environment]\nmcp_servers = [{name = "a", url = "http://a"}]'),
@@ -86,26 +84,6 @@ def test_what_a_task_must_not_ask_for(key: str, line: str, tmp_path: Path) -> No
     """Each is one error, which names the task's file and the key."""
     with pytest.raises(DataError, match=rf"sum/task\.toml.*{key}"):
         read(write_task(tmp_path / "sum", line + "\n"))
-
-
-ALLOW = 'network_mode = "allowlist"\nallowed_hosts = '
-
-
-@pytest.mark.parametrize(
-    ("toml", "hosts", "verdict_hosts"),
-    [
-        (f'[environment]\n{ALLOW}["b.org", "A.org"]', ("a.org", "b.org"), ("a.org", "b.org")),
-        (f'[agent]\n{ALLOW}["*.a.org"]', ("*.a.org",), ()),
-        (f'[environment]\n{ALLOW}["a.org"]\n[verifier]\n{ALLOW}["b.org:8080"]', ("a.org",), ("b.org:8080",)),
-        (f'[environment]\n{ALLOW}["a.org"]\n[agent]\nnetwork_mode = "no-network"', (), ("a.org",)),
-        (f"[environment]\n{ALLOW}[]", (), ()),
-        ("", (), ()),
-    ],
-)
-def test_hosts(toml: str, hosts: tuple[str, ...], verdict_hosts: tuple[str, ...], tmp_path: Path) -> None:
-    """[environment] is for both, and a section of its own in place of it; an empty list is none, as in Harbor."""
-    config = read(write_task(tmp_path / "sum", f"{toml}\n")).config
-    assert (config.hosts, config.verdict_hosts) == (hosts, verdict_hosts)
 
 
 @pytest.mark.parametrize(
@@ -313,18 +291,3 @@ def test_a_run_leaves_tasks_their_time(tmp_path: Path) -> None:
     write_task(tmp_path / "c", TOML.split("[verifier]")[0])
     with pytest.raises(UsageError, match="c/task.* 600 s.* 300 s"):
         look_at([Options(**given)])
-
-
-def test_hosts_are_agreed_to_before_a_run(tmp_path: Path) -> None:
-    """The error names the task, the hosts and the option; a slice without that task needs none."""
-    write_task(tmp_path / "a")
-    write_task(
-        tmp_path / "b", f'[agent]\n{ALLOW}["a.org", "x.b.org"]\n[verifier]\ntimeout_sec = 10.0\n{ALLOW}["c.org"]\n'
-    )
-    given = {"prompt_data": str(tmp_path), "custom_generate_function_path": AGENT}
-    refused = r"b/task\.toml names hosts .*: a\.org, c\.org; --sandbox-hosts a\.org c\.org"
-    with pytest.raises(UsageError, match=refused):
-        look_at([Options(**given, sandbox_hosts=["*.b.org"])])
-    assert [found.level for found in findings([Options(**given)])] == ["fail"]
-    look_at([Options(**given, sandbox_hosts=["*.b.org", "a.org", "c.org"])])
-    look_at([Options(**{**given, "prompt_data": f"{tmp_path}/@[:1]"})])

@@ -56,17 +56,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> HarborTask:
     return read(write_task(tmp_path_factory.mktemp("tasks") / "sum"))
 
 
-def test_hosts_of_both_boxes(loop: asyncio.Runner, tmp_path: Path) -> None:
-    """The policy's box has those of [agent], the verifier's those of its own section."""
-    allow = 'network_mode = "allowlist"\nallowed_hosts = '
-    toml = TOML.replace("[agent]", f'[agent]\n{allow}["a.org"]').replace("[verifier]", f'[verifier]\n{allow}["b.org"]')
-    ask = "import socket; s = socket.create_connection(('127.0.0.1', 3128)); s.sendall(b'CONNECT c:1 HTTP/1.1\\r\\n\\r\\n'); "
-    ask = f'{PYTHON} -c "{ask} print(s.recv(999))"'
-    verifier = f"#!/bin/sh\ncat sum.txt\n{ask}\necho 1 > /logs/verifier/reward.txt\n"
-    said = loop.run(judged(read(write_task(tmp_path / "sum", toml, verifier)), f"{ask} > sum.txt")).said
-    assert [line.partition("may reach: ")[2][:5] for line in said.splitlines()] == ["a.org", "b.org"], said
-
-
 def test_what_is_left_is_judged(loop: asyncio.Runner, task: HarborTask) -> None:
     """Nothing earns 0, the sum 1; a file that was removed is not there; modes and links are as they were left, but for
     set-user-ID; the verifier's home is none of the policy's."""

@@ -18,7 +18,7 @@ import pytest
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import SandboxPool, Unconfined
 from hpcrl.sandbox.kinds.choose import VARIABLE, chosen, kind_names, prepare
-from tests.sandbox.test_attacks import ATTEMPTS, BOX, HOSTS, attack, readable_directory
+from tests.sandbox.test_attacks import ATTEMPTS, BOX, attack, readable_directory
 from tests.support.harbor_tasks import write_image
 from tests.support.image_files import docker_archive, entry, layer, programs
 from tests.support.other_kinds import KINDS, user_of
@@ -169,51 +169,9 @@ def test_a_box_is_used_as_ours_is(kind: str, place: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_attempt_gets_anything(kind: str) -> None:
     """The attempts of `attacks.py`, of which most succeed where nothing is confined."""
-    for program in (BOX, HOSTS):
-        found = attack(program.replace("warm=0", f"warm=0, kind={kind!r}"), user_of(kind))
-        assert len(found.got) == len(ATTEMPTS), found.said
-        assert not [name for name, got in found.got.items() if got] and not found.damage
-
-
-REACHED = """
-import http.server, threading
-from hpcrl.utils.host_rules import HostRules
-
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"reached")
-    def log_message(self, *words):
-        pass
-
-ASK = "import urllib.request as u; print(u.urlopen('http://127.0.0.2:{port}/').read())"
-
-async def main():
-    found = {}
-    server = http.server.ThreadingHTTPServer(("127.0.0.2", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    ask = ["/usr/bin/python3", "-c", ASK.format(port=server.server_port)]
-    word = f"127.0.0.2:{server.server_port}"
-    async with SandboxPool(warm=0, limits=LIMITS, kind=kind) as pool:
-        async with pool.box(hosts=HostRules((word,), True)) as box:
-            found["hosts"] = (await box.run(ask)).stdout
-            before = family(pool._spawner.pid)
-        found["ended"] = await until(lambda: not any(os.path.exists(f"/proc/{one}") for one in before[1:]))
-        async with pool.box(hosts=(word,)) as box:
-            found["here"] = (await box.run(ask)).stderr
-        async with pool.box() as box:
-            found["none"] = (await box.run(["/usr/bin/python3", "-c", "import socket; socket.socket()"])).stderr
-    return found
-"""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hosts_of_another_kind(kind: str, place: Path) -> None:
-    """A host is reached from inside, the machine itself is not, and without hosts there is no socket."""
-    found = done_by(kind, place, REACHED)
-    assert found["hosts"] == "b'reached'\n" and found["ended"]
-    assert "403" in found["here"] and "not permitted" in found["none"]
+    found = attack(BOX.replace("warm=0", f"warm=0, kind={kind!r}"), user_of(kind))
+    assert len(found.got) == len(ATTEMPTS), found.said
+    assert not [name for name, got in found.got.items() if got] and not found.damage
 
 
 LIMITED = """
@@ -317,7 +275,6 @@ def test_what_every_box_holds() -> None:
         "tempfile",
         "compileall",
         "hpcrl.sandbox.kinds.choose",
-        "hpcrl.sandbox.hosts.proxy",
     }
     assert "hpcrl.sandbox.keeper" in found and not found & unwanted
 

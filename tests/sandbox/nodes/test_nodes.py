@@ -49,11 +49,10 @@ async def node(
     warm: int = 1,
     most: int = 64,
     incarnation: int = 0,
-    reach: tuple[str, ...] = ("a.org",),
 ) -> AsyncIterator[SandboxPool]:
     """A node with sandboxes, in this process."""
     said: list[str] = []
-    pool = SandboxPool(warm, most, reach=reach)
+    pool = SandboxPool(warm, most)
     server = SandboxServer(server_keys(rundir, "sandboxes"), pool, said.append)
     servers.append(server)
     peer = SandboxPeer(host="127.0.0.1", port=server.start("127.0.0.1"), incarnation=incarnation)
@@ -282,30 +281,9 @@ def test_no_node_comes_up(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> No
     run(work())
 
 
-def test_hosts_on_another_machine(rundir: RunDir) -> None:
-    """A box there has the hosts that it was asked for with, if the node may reach them; another has none."""
-    ask = "import socket; s = socket.create_connection(('127.0.0.1', 3128)); s.sendall(b'GET http://b/ HTTP/1.1\\r\\n\\r\\n')"
-    ask = ["python3", "-c", f"{ask}; print(s.recv(999))"]
-
-    async def work() -> None:
-        async with node(rundir, reach=("*.a.org",)), NodesPool(rundir, 1) as nodes:
-            await nodes.prepare(1, hosts=("x.a.org",))
-            async with nodes.box(hosts=("x.a.org",)) as box:
-                assert "may reach: x.a.org" in (await box.run(ask)).stdout
-                await box.reset()
-                assert "may reach: x.a.org" in (await box.run(ask)).stdout
-            async with nodes.box() as box:
-                assert "not permitted" in (await box.run(ask)).stderr
-            with pytest.raises(UsageError, match="may not reach b.org"):
-                async with nodes.box(hosts=("b.org",)):
-                    pass
-
-    run(work())
-
-
 @pytest.mark.parametrize("nodes", [0, 1])
 def test_sandboxes_are_where_the_run_says(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
-    place = SandboxPlace(str(rundir.root), 0, nodes, reach=("a.org",))
+    place = SandboxPlace(str(rundir.root), 0, nodes)
     monkeypatch.setenv(VARIABLE, msgspec.json.encode(place).decode())
     monkeypatch.setattr(pools, "_make", pools._make)
     made: list[Callable[[], object]] = []
@@ -317,11 +295,6 @@ def test_sandboxes_are_where_the_run_says(rundir: RunDir, monkeypatch: pytest.Mo
             async with sandbox() as box:
                 assert (await box.run("echo here")).ok
                 assert there.counts().used == nodes
-            async with sandbox(hosts=("a.org",)):
-                pass
-            with pytest.raises(UsageError, match="may not reach b.org"):
-                async with sandbox(hosts=("b.org",)):
-                    pass
             await pools.default_pool().close()
 
     run(work())
