@@ -75,9 +75,6 @@ READERS = {
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
     "models/files/torch_dist.py": "checkpoints, as large as a model",
     "rollout/prompts/rows.py": "prompt files, read row by row",
-    "sandbox/images/archives.py": "archives of images, as large as these, within bounds of its own",
-    "sandbox/images/sif.py": "the same",
-    "sandbox/images/staging.py": "the first bytes of an image",
     "sandbox/kinds/runtime.py": "the loader that runs this interpreter",
     "utils/plugins.py": "the package's own source; lies below the reader",
 }
@@ -104,7 +101,6 @@ WRITERS = {
     "run/storage_errors.py": "a probe",
     "sandbox/box_files.py": "inside a box, which ends with it",
     "sandbox/images/staging.py": "locks, in a directory of this user's alone",
-    "sandbox/images/tree.py": "what it unpacks into a directory that is moved into place once it is whole",
     "sandbox/kinds/container.py": "/dev/null",
     "sandbox/kinds/crun.py": "a configuration in memory, which ends with the program that reads it",
     "sandbox/kinds/runtime.py": "a copy of the loader, into a directory that is moved into place once it is whole",

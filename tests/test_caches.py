@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpcrl
-from hpcrl.sandbox.images.staging import _settings_of
+from hpcrl.sandbox.kinds.choose import prepare
 from tests.support.caches import FORGOTTEN, KEPT
 from tests.support.sources import nodes
 
@@ -47,6 +47,6 @@ def test_they_can_be_forgotten(module: str) -> None:
 @pytest.mark.parametrize("time", ["first", "second"])
 def test_each_test_begins_anew(time: str) -> None:
     """The same test twice, in whatever order."""
-    assert _settings_of.cache_info().currsize == 0
-    _settings_of(Path(__file__).parent, 0, 0)
-    assert _settings_of.cache_info().currsize == 1
+    assert prepare.cache_info().currsize == 0
+    prepare("namespaces")
+    assert prepare.cache_info().currsize == 1

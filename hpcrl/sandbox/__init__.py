@@ -46,12 +46,10 @@ _PUBLIC = {
     "BoxProcess": "box",
     "BoxResult": "box",
     "ListedFile": "box",
-    "ImageSettings": "images.archives",
     "PoolCounts": "pool",
     "SandboxLost": "box_line",
     "SandboxPool": "pool",
     "Unconfined": "run",
-    "image_settings": "images.staging",
 }
 
 
@@ -62,13 +60,11 @@ async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> Asy
     It is ended, with all that runs and lies in it, when the block is left.
 
     Args:
-        image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a SIF
-            file, or of a Docker or OCI archive; these are unpacked once on a node (`images/`).
+        image: "system", the programs of this machine, or the absolute path of an unpacked root file system.
         limits: what the box may use; see `BoxLimits` for their defaults.
 
     Raises:
         UsageError: if the image is none of these.
-        DataError, HpcrlError: if it cannot be unpacked, and why.
         Unconfined: if this machine can make no box, and why.
         SandboxLost: if the box ends while it is used; whatever needed it is done again.
     """

@@ -102,12 +102,10 @@ class SandboxPool:
         """A box of this caller's alone; it is ended, with all that is in it, when the block is left.
 
         Args:
-            image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a
-                SIF file, or of a Docker or OCI archive; these are unpacked once on a node.
+            image: "system", the programs of this machine, or the absolute path of an unpacked root file system.
 
         Raises:
             UsageError: if the image is none of these, or the pool is closed.
-            DataError, HpcrlError: if it cannot be unpacked, and why.
             Unconfined: if this machine can make no box.
             SandboxLost: if spawners end before they have made one.
         """

@@ -18,7 +18,6 @@ Whole runs
     second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
     asked_samples      what a custom generate function is called with
     asked_endpoint     an endpoint in front of a policy that says what a test wants; models of each form of tool calls
-    image_files        images of sandboxes as files: layers, Docker archives, OCI layouts
     other_kinds        an account whose processes make sandboxes by bubblewrap, or by a newer release's Apptainer
     boxes              an event loop with a pool of sandboxes, for tests that are no coroutines
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards

@@ -37,7 +37,6 @@ PROGRAMS = {
     "crun": "apt-get install crun",
     "fish": "apt-get install fish",
     "git": "apt-get install git",
-    "mksquashfs": "apt-get install squashfs-tools",
     "shellcheck": "apt-get install shellcheck",
     "squeue": "apt-get install slurm-client",
     "zsh": "apt-get install zsh",

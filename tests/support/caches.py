@@ -17,7 +17,6 @@ import pytest
 FORGOTTEN = {
     "hpcrl.sandbox.harbor.rows": ("_read",),
     "hpcrl.rollout.slime_names.helpers": ("load_tokenizer",),
-    "hpcrl.sandbox.images.staging": ("_settings_of",),
     "hpcrl.sandbox.kinds.choose": ("prepare",),
 }
 #: functions whose result depends on their arguments and on what is installed alone

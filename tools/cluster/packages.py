@@ -36,11 +36,10 @@ OPTIONAL = {
     "chromium": "pages",
     "crun": "sandboxes of the kind crun",
     "fish": "shell completion",
-    "mksquashfs": "images of Apptainer",
     "zsh": "shell completion",
 }
 #: of these, packages that have another name than the program
-NAMES = {"bwrap": "bubblewrap", "mksquashfs": "squashfs-tools"}
+NAMES = {"bwrap": "bubblewrap"}
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 

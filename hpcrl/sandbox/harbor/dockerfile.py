@@ -11,14 +11,13 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.errors import DataError
 from hpcrl.sandbox.box_init import ENVIRONMENT
 from hpcrl.sandbox.harbor.task_config import absolute
-from hpcrl.sandbox.images.archives import ImageSettings
 from hpcrl.utils.untrusted_files import read_given
 
 #: say nothing of what a command sees that is run by itself
@@ -44,15 +43,12 @@ class Dockerfile:
     copies: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-def read_dockerfile(
-    path: Path, name: str, given: Collection[str] = (), settings: Callable[[str], ImageSettings] | None = None
-) -> Dockerfile:
+def read_dockerfile(path: Path, name: str, given: Collection[str] = ()) -> Dockerfile:
     """What the Dockerfile at `path` says.
 
     Args:
         name: of the task, for the hint.
         given: variables that the task itself sets, whatever the Dockerfile says of them.
-        settings: of the image that FROM names; its working directory and variables come before the Dockerfile's.
 
     Raises:
         DataError: if it has to be built, or cannot be read.
@@ -71,9 +67,6 @@ def read_dockerfile(
             if base or len(rest.split()) != 1 or "$" in rest:
                 refuse("this FROM")
             base = rest.strip()
-            if settings is not None:
-                env, workdir = settings(base)
-                env = dict(env)
         elif word == "WORKDIR" and "$" not in rest:
             workdir = absolute(rest.strip().strip("\"'"), workdir or "/")
         elif word == "ENV":

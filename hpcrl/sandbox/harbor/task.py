@@ -17,7 +17,6 @@ from hpcrl.errors import DataError
 from hpcrl.sandbox.harbor.dockerfile import Dockerfile, read_built, read_dockerfile
 from hpcrl.sandbox.harbor.images import FILE, SYSTEM
 from hpcrl.sandbox.harbor.task_config import HarborConfig, absolute, carriable, read_config
-from hpcrl.sandbox.images.staging import image_settings
 from hpcrl.utils.untrusted_files import parse_toml, read_given, read_given_bytes
 
 CONFIG = "task.toml"
@@ -129,16 +128,14 @@ def _environment(
     own = images.get(folder.name) or images.get(_given_name(folder))
     if own or config.image:
         image = own or _image(folder / CONFIG, config.image, images)
-        env, built = image_settings(image)
-        if not (env or built) and written.exists():  # of an image without a configuration: what it was built with
-            built, env = read_built(written, config.env)
+        built, env = read_built(written, config.env) if written.exists() else ("", {})
         workdir = _workdir(config, built, image, written if written.exists() else folder / CONFIG)
         if own or written.exists():
             return image, workdir, env | dict(config.env), ()
         return image, workdir, env | dict(config.env), _files_below(folder / "environment", workdir)
     if not written.is_file():
         raise DataError(f"{folder / CONFIG}: no image", "give docker_image in [environment], or environment/Dockerfile")
-    plan = read_dockerfile(written, folder.name, config.env, lambda base: image_settings(_image(written, base, images)))
+    plan = read_dockerfile(written, folder.name, config.env)
     image = _image(written, plan.base, images)
     workdir = _workdir(config, plan.workdir, image, written)
     return image, workdir, plan.env | dict(config.env), tuple(_copied(written.parent, plan))
@@ -154,7 +151,7 @@ def _image(where: Path, named: str, images: dict[str, str]) -> str:
 
 
 def _workdir(config: HarborConfig, said: str, image: str, where: Path) -> str:
-    """The task's own, or what Dockerfile or image say; "/", where an image says nothing else, is none to work in."""
+    """The task's own, or the Dockerfile's; "/" is none to work in."""
     found = config.workdir or (said and absolute(said)).rstrip("/") or usual_workdir(image)
     if not carriable(found):
         raise DataError(

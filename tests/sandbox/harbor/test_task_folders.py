@@ -15,9 +15,7 @@ from hpcrl.rollout.prompts.rows import open_rows
 from hpcrl.sandbox.harbor.images import read_images
 from hpcrl.sandbox.harbor.rows import TaskRows, task_of
 from hpcrl.sandbox.harbor.task import HarborTask, read_task, solution
-from hpcrl.sandbox.harbor.task_config import carriable
 from tests.support.harbor_tasks import DOCKERFILE, TOML, write_task
-from tests.support.image_files import docker_archive, folder, layer
 
 AGENT = "hpcrl.rollout.samplers.harbor_agent.generate"
 
@@ -168,37 +166,6 @@ def test_what_a_built_image_sets(tmp_path: Path) -> None:
     write_task(folder, TOML + '[environment.env]\nLIBRARY = "/x"\n', dockerfile=dockerfile.read_text())
     (tmp_path / "images.toml").write_text('one = "system"\n')
     assert read(folder).env["LIBRARY"] == "/x"
-
-
-def test_what_an_archive_sets(tmp_path: Path) -> None:
-    """Its configuration is what commands in it see: before a Dockerfile's own lines, after the task's."""
-    config = {"Env": ["PATH=/opt/bin:/bin", "LEVEL=1", "SHOWN=image"], "WorkingDir": "/srv"}
-    for name, more in (
-        ("saved", {}),
-        ("odd", {"WorkingDir": "/usr/src"}),
-        ("bare", {"WorkingDir": "/", "Env": None}),
-        ("slashes", {"WorkingDir": "//srv"}),
-    ):
-        docker_archive(tmp_path / f"{name}.tar", [layer(folder("srv"))], config | more)
-    toml = TOML + '[environment.env]\nSHOWN = "task"\n'
-
-    def read_with(image: str, dockerfile: str, name: str = "base") -> HarborTask:
-        task = write_task(tmp_path / "one", toml, dockerfile=dockerfile)
-        (tmp_path / "images.toml").write_text(f'{name} = "{image}.tar"\n')
-        return read(task)
-
-    built = "FROM x\nRUN make\nENV LEVEL=$OTHER\nWORKDIR /no\n"
-    task = read_with("saved", built, "one")
-    assert (task.workdir, task.env) == ("/srv", {"PATH": "/opt/bin:/bin", "LEVEL": "1", "SHOWN": "task"})
-    task = read_with("saved", "FROM base\nWORKDIR sub\nENV LEVEL=2 PATH=/new:$PATH SHOWN=$NONE\n")
-    assert (task.workdir, task.env["LEVEL"], task.env["PATH"]) == ("/srv/sub", "2", "/new:/opt/bin:/bin")
-    assert task.env["SHOWN"] == "task"
-    with pytest.raises(DataError, match=r"the working directory /usr/src.*\[environment\] workdir"):
-        read_with("odd", built, "one")
-    assert read_with("bare", "FROM base\n").workdir == "/work"
-    assert read_with("slashes", "FROM base\n").workdir == "/srv"
-    assert read_with("slashes", "FROM base\nWORKDIR //app//x\n").workdir == "/app/x"
-    assert not any(map(carriable, ("//usr", "//tests", "//etc", "//", "app")))
 
 
 @pytest.mark.parametrize("name", ["environment/docker-compose.yaml", "steps", "trajectory.json", "tests/.harborignore"])

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from hpcrl.sandbox import SandboxPool, Unconfined
 from hpcrl.sandbox.kinds.choose import VARIABLE, chosen, kind_names, prepare
 from tests.sandbox.test_attacks import ATTEMPTS, BOX, attack, readable_directory
 from tests.support.harbor_tasks import write_image
-from tests.support.image_files import docker_archive, entry, layer, programs
 from tests.support.other_kinds import KINDS, user_of
 
 pytestmark = pytest.mark.process
@@ -124,18 +122,16 @@ async def main():
 """
 
 
-def unloadable() -> list[tuple[tarfile.TarInfo, bytes]]:
-    """Files of an image that has a library loaded into every process, which ends with that: it needs one that is not
-    there."""
+def write_unloadable(root: Path) -> None:
+    """An image that has a library loaded into every process, which ends with that: it needs one that is not there."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     library = Path(next(line.split()[-1] for line in maps if "/libm.so" in line)).read_bytes()
     assert b"libc.so.6\0" in library
-    files = {
-        "etc/motd": b"bare\n",
-        "etc/ld.so.preload": b"/first.so\n",
-        "first.so": library.replace(b"libc.so.6\0", b"libx.so.6\0"),
-    }
-    return [entry(name, data, mode=0o755) for name, data in files.items()]
+    for name in ("bin", "dev", "etc", "proc", "sys", "tmp"):
+        (root / name).mkdir(parents=True)
+    (root / "etc" / "motd").write_text("bare\n")
+    (root / "etc" / "ld.so.preload").write_text("/first.so\n")
+    (root / "first.so").write_bytes(library.replace(b"libc.so.6\0", b"libx.so.6\0"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,26 +139,22 @@ def test_a_box_is_used_as_ours_is(kind: str, place: Path) -> None:
     """Of the machine's programs, of an image without Python, and of one with no program at all."""
     images = place / f"images-{kind}"
     images.mkdir()
-    below = [entry("etc/motd", b"of the image\n"), *programs()]
-    told = {
-        "image": str(docker_archive(images / "image.tar", [layer(*below)])),
-        "bare": str(docker_archive(images / "bare.tar", [layer(*unloadable())])),
-    }
-    told["root"] = str(images / "root")  # as `docker export` leaves it: without /work
-    write_image(images / "root", ("sh",))
+    told = {name: str(images / name) for name in ("image", "bare")}  # as `docker export` leaves them: without /work
+    write_image(images / "image", ("sh", "cat"))
     for name in ("dev", "etc", "proc", "sys", "tmp"):
-        (images / "root" / name).mkdir()
-    (images / "root" / "etc" / "motd").write_text("root\n")
-    before = os.listdir(images / "root")
+        (images / "image" / name).mkdir()
+    (images / "image" / "etc" / "motd").write_text("of the image\n")
+    write_unloadable(images / "bare")
+    before = os.listdir(images / "image")
     found = done_by(kind, place, USED, told)
-    assert sorted(os.listdir(images / "root")) == sorted(before)
+    assert sorted(os.listdir(images / "image")) == sorted(before)
     if kind == "crun":
         assert not any(place.glob("tmp/hpcrl-images-*/state/crun/*")), "a box's state is left"
     uid = user_of(kind).uid
     assert found["first"] == f"from outside/work\n{uid}\n" and found["second"] == "x\nruns\n"
     assert found["written"].count("Read-only file system") + found["written"].count("denied") == 4, found["written"]
     assert (found["spoken"], found["layered"], found["reset"], found["left"]) == ("spoken to", False, "", 0)
-    assert (found["bare"], found["root"]) == ("bare\n", "root\n")
+    assert found["bare"] == "bare\n"
     assert found["in image"] == ["of the image\na\n", 2]
 
 

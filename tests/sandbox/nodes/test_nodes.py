@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from hpcrl.errors import DataError, UsageError
+from hpcrl.errors import UsageError
 from hpcrl.run.peers import SandboxPeer, newest, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
@@ -94,12 +94,12 @@ def test_a_box_of_another_machine(rundir: RunDir) -> None:
 
 def test_what_a_node_refuses(rundir: RunDir, tmp_path: Path) -> None:
     """An image that is none is an error there and then: nothing is lost, and nothing is made again."""
-    (damaged := tmp_path / "image.tar").write_bytes(b"no archive")
+    (none := tmp_path / "image.tar").write_bytes(b"no directory")
 
     async def work() -> None:
         async with node(rundir) as pool, NodesPool(rundir, 1) as nodes:
-            with pytest.raises((UsageError, DataError), match="image.tar"):
-                async with nodes.box(str(damaged)):
+            with pytest.raises(UsageError, match="image.tar"):
+                async with nodes.box(str(none)):
                     pass
             with pytest.raises(UsageError, match="nonsense"):
                 async with nodes.box("/nonsense"):

@@ -1,19 +1,14 @@
-"""Boxes that bubblewrap or Apptainer makes: what is tried from inside of ours is tried in them, and Apptainer's own
-image files are unpacked."""
+"""Boxes that bubblewrap or Apptainer makes: what is tried from inside of ours is tried in them."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hpcrl.sandbox.images.staging import image_root
 from tests.sandbox.kinds.test_kinds import done_by, place
 from tests.sandbox.test_box_attacks import ATTACKS, FULL, GOT, HELD, PYTHON
-from tests.support.other_kinds import KINDS, user_of
+from tests.support.other_kinds import KINDS
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 __all__ = ["place"]
@@ -48,45 +43,3 @@ def test_attacks_from_inside(kind: str, place: Path) -> None:
     assert set(found) == set(told)
     for name, (said, late, served, after) in found.items():
         assert GOT not in said and not late and served and after == "alive\n", (name, said[-500:], late, served, after)
-
-
-BUILD = """
-import subprocess, sys
-done = subprocess.run(["apptainer", "build", *sys.argv[1:]], capture_output=True, text=True)
-print(done.returncode, done.stderr)
-"""
-
-
-@pytest.fixture
-def sif() -> Iterator[Path]:
-    """An image that Apptainer has built, as the user, of a directory."""
-    with tempfile.TemporaryDirectory(prefix="hpcrl-sif-") as made:
-        folder = Path(made)
-        (folder / "source" / "etc").mkdir(parents=True)
-        (folder / "source" / "etc" / "motd").write_text("of sif\n")
-        folder.chmod(0o777)
-        said = user_of("apptainer").run(BUILD, f"{folder}/made.sif", f"{folder}/source", timeout=120)
-        assert said.startswith("0 "), said
-        yield folder / "made.sif"
-
-
-def test_a_sif_file_of_apptainers(sif: Path, tmp_path: Path) -> None:
-    root = Path(image_root(str(sif), str(tmp_path)))
-    assert (root / "etc" / "motd").read_text() == "of sif\n" and (root / ".singularity.d").is_dir()
-
-
-IMAGE = """
-async def main():
-    async with SandboxPool(warm=0, kind=kind) as pool, pool.box(told) as box:
-        return [(await box.read("/etc/motd")).decode()]
-"""
-
-
-@pytest.mark.parametrize("kind", ["namespaces", *KINDS])
-def test_a_sif_file_in_boxes(kind: str, sif: Path, place: Path) -> None:
-    """By an ordinary user, in a box of every kind."""
-    program = IMAGE.replace("told)", f"{json.dumps(str(sif))})")
-    if kind == "namespaces":
-        assert done_by("bubblewrap", place, program.replace("kind=kind", "kind='namespaces'")) == ["of sif\n"]
-    else:
-        assert done_by(kind, place, program) == ["of sif\n"]
