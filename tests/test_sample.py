@@ -70,7 +70,7 @@ def through_saved_rollout(sample: Sample, folder: Path) -> Sample:
 
 
 def through_grading(sample: Sample, _: Path) -> Sample:
-    task = msgspec.msgpack.encode(GradingTask(0, [], None, 1.0, [send_sample(sample, columns=True)]))
+    task = msgspec.msgpack.encode(GradingTask(0, [], None, [send_sample(sample, columns=True)]))
     return unpack(msgspec.msgpack.decode(task, type=GradingTask).samples[0])
 
 

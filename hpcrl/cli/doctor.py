@@ -182,11 +182,10 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Whether scripts and graders can be confined here."""
+    """Whether scripts can be confined here."""
     if why := refusal():
-        hint = "hpcrl import runs only scripts that you trust; on such nodes built-in rewards are graded unconfined"
-        return Finding("warn", "", f"the sandbox of scripts and graders: {why}", hint)
-    return Finding("ok", "", "scripts that are imported, and built-in rewards, can be confined here")
+        return Finding("warn", "", f"the sandbox of scripts: {why}", "hpcrl import runs only scripts that you trust")
+    return Finding("ok", "", "scripts that are imported can be confined here")
 
 
 def _settings(case: Case, request: AllocationRequest | None) -> Iterator[Finding]:

@@ -113,7 +113,7 @@ def plugin_names() -> tuple[str, ...]:
 
 def declared(name: str) -> dict[str, Any]:
     """The constants that a reward's file declares (`hpcrl/rollout/rewards/__init__.py`)."""
-    defaults = {"LABELS": ("text", "number", "truth", "list"), "METADATA": (), "KEYS": (), "CONFINED": True}
+    defaults = {"LABELS": ("text", "number", "truth", "list"), "METADATA": (), "KEYS": ()}
     return REWARDS.literals(name, defaults)
 
 

@@ -93,7 +93,7 @@ class PolicyRollouts:
         self.evaluations = EvaluationService(
             self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._rollout_done
         )
-        self.sandboxes = SandboxMeasures([part.sandboxes for part in (work.custom, work.grading) if part is not None])
+        self.sandboxes = SandboxMeasures([one.pool.sandboxes for one in (work.custom, work.grading) if one is not None])
         self.store = GroupStore(self.options, work.source, context.rundir)
         self.drafts = AcceptedDrafts(self.pool, self.options)
         look_at = functools.partial(read_metrics, self.pool) if self.options.never_waits else None

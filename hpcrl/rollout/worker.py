@@ -4,8 +4,8 @@
 
 Invariants: it dies with the rollout process; what the user's code prints goes to the rollout's log and never into the
 protocol; what is wrong with the code itself (its name, its module, its signature) is the answer to the first message,
-what is wrong with one request is that request's; a process of built-in rewards alone reads no response before it is
-confined, where it can be.
+what is wrong with one request is that request's.  A plain function is called in the main thread, to which signals go,
+while no event loop runs: it may call asyncio.run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +23,7 @@ import msgspec
 from hpcrl.config.custom_functions import trace_of
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.worker_messages import (
+    Cancelled,
     CancelRequest,
     CustomCall,
     GradingSetup,
@@ -36,9 +36,7 @@ from hpcrl.rollout.worker_messages import (
 )
 from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
-from hpcrl.sandbox.confine import NotBegun, confine, view_of_python
 from hpcrl.sandbox.nodes.location import follow
-from hpcrl.sandbox.system_calls import reason
 
 REPORT = 1.0  #: seconds between two looks at this process's sandboxes
 
@@ -55,13 +53,18 @@ class UserCode(Protocol):
 
     waits: list[str]
 
-    def shares(self, request: GradingTask | CustomCall) -> bool:
-        """Whether other requests may run concurrently."""
+    def shares(self, request: Any) -> bool:
+        """Whether other requests may run concurrently: it calls nothing plain."""
 
-    async def answer(self, request: GradingTask | CustomCall) -> bytes:
-        """The reply as a frame, whatever the user's code does; it ends soon after it was cancelled."""
+    def call(self, request: Any) -> Any:
+        """What the user's functions return; of an async one what is to be awaited."""
 
-    async def close(self) -> None: ...
+    async def answer(self, request: Any, called: Any) -> bytes:
+        """The reply as a frame, whatever the user's code does; it ends soon after it was cancelled.
+
+        Args:
+            called: what `call` has returned.
+        """
 
 
 def load(setup: GradingSetup | SamplerSetup) -> UserCode:
@@ -75,94 +78,66 @@ def load(setup: GradingSetup | SamplerSetup) -> UserCode:
     return FunctionRunner(setup)
 
 
-async def serve(fd: int) -> None:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 22)
-    setup = _setup(await receive(reader))
-    try:
-        follow()
-        code = load(setup)
-    except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
-        what = error.what if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
-        hint = error.hint if isinstance(error, HpcrlError) else ""
-        trace = "" if error.__cause__ is None else trace_of(error.__cause__)
-        writer.write(frame(WorkerLoaded(error=what, hint=hint, trace=trace)))
-        await writer.drain()
-        return
-    unconfined = _confine() if isinstance(setup, GradingSetup) and setup.confined else ""
-    writer.write(frame(WorkerLoaded(waits=code.waits, unconfined=unconfined)))
-    try:
-        await _take_requests(code, reader, writer)
-    finally:
-        await code.close()
+class RequestLoop:
+    """Takes requests from a socket."""
 
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self.code: UserCode
 
-def _confine() -> str:
-    """Give up files, networks and other processes; why that was not possible, or "".
-
-    It is tried in a process of its own first: this one must not be left with half of it, and ends if it is (OSError).
-    """
-    if len(os.listdir("/proc/self/task")) > 1:  # the process in which it is tried would have one all the same
-        return "something that was loaded into their process has started a thread"
-    view = view_of_python()
-    said, telling = os.pipe()
-    child = os.fork()
-    if child == 0:
+    async def open(self) -> bool:
+        """Load the user's code; whether it can be used."""
+        self._reader, self._writer = await asyncio.open_connection(sock=socket.socket(fileno=self._fd), limit=1 << 22)
+        setup = _setup(await receive(self._reader))
         try:
-            confine(view)
-        except OSError as error:
-            os.write(telling, reason(error).encode())
-        os._exit(0)
-    os.close(telling)
-    why = os.read(said, 4096).decode(errors="replace")
-    os.close(said)
-    os.waitpid(child, 0)
-    if not why:
+            follow()
+            self.code = load(setup)
+        except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
+            what = error.what if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
+            hint = error.hint if isinstance(error, HpcrlError) else ""
+            trace = "" if error.__cause__ is None else trace_of(error.__cause__)
+            await self._send(frame(WorkerLoaded(error=what, hint=hint, trace=trace)))
+            return False
+        await self._send(frame(WorkerLoaded(waits=self.code.waits)))
+        self._reporting = asyncio.create_task(self._report())
+        return True
+
+    async def next_plain(self) -> GradingTask:
+        """The next request that shares this process with none; until it comes, those that do share it are answered.
+
+        Raises:
+            asyncio.IncompleteReadError: when the socket closes.
+        """
+        while True:
+            request = _request(await receive(self._reader))
+            if isinstance(request, CancelRequest):
+                await asyncio.sleep(0)  # one that has not begun would end without an answer
+                if task := self._running.get(request.id):
+                    task.cancel()
+            elif self.code.shares(request):
+                task = asyncio.create_task(self.answer(request, self.code.call(request)))
+                self._running[request.id] = task
+                task.add_done_callback(lambda _, number=request.id: self._running.pop(number, None))
+            else:
+                assert isinstance(request, GradingTask)
+                return request
+
+    async def answer(self, request: GradingTask | CustomCall, called: Any) -> None:
         try:
-            confine(view)
-        except NotBegun as error:  # such as the last namespace that the user may have
-            why = reason(error)
-    return why
+            reply = await self.code.answer(request, called)
+        except asyncio.CancelledError:
+            reply = frame(Cancelled(request.id))
+        await self._send(report_frame() + reply)
 
-
-async def _take_requests(code: UserCode, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer what comes until the socket closes."""
-    running: dict[int, asyncio.Task[None]] = {}
-
-    async def answer(request: GradingTask | CustomCall) -> None:
-        reply = await code.answer(request)
-        writer.write(report_frame() + reply)
-        await writer.drain()
-
-    async def report() -> None:
+    async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT)
-            writer.write(report_frame())
-            await writer.drain()
+            await self._send(report_frame())
 
-    reporting = asyncio.create_task(report())
-    try:
-        await _take_each(code, reader, running, answer)
-    finally:
-        reporting.cancel()
-
-
-async def _take_each(
-    code: UserCode,
-    reader: asyncio.StreamReader,
-    running: dict[int, asyncio.Task[None]],
-    answer: Callable[[GradingTask | CustomCall], Coroutine[Any, Any, None]],
-) -> None:
-    while True:
-        request = _request(await receive(reader))
-        if isinstance(request, CancelRequest):
-            if task := running.get(request.id):
-                task.cancel()
-        elif code.shares(request):
-            task = asyncio.create_task(answer(request))
-            running[request.id] = task
-            task.add_done_callback(lambda _, number=request.id: running.pop(number, None))
-        else:
-            await answer(request)
+    async def _send(self, frames: bytes) -> None:
+        self._writer.write(frames)
+        await self._writer.drain()
 
 
 def main() -> None:
@@ -170,10 +145,16 @@ def main() -> None:
     use_inherited_code()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.dup2(2, 1)  # what the user's code prints
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    worker = RequestLoop(int(sys.argv[1]))
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        asyncio.run(serve(int(sys.argv[1])))
+        if loop.run_until_complete(worker.open()):
+            while True:
+                task = loop.run_until_complete(worker.next_plain())
+                loop.run_until_complete(worker.answer(task, worker.code.call(task)))
     sys.stderr.flush()
-    os._exit(0)  # threads that the user's code has left behind are not waited for
+    os._exit(0)  # tasks and threads that the user's code has left behind are not waited for
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from hpcrl.sandbox.box_line import SandboxLost
 
 TIMEOUT, ERROR = "timeout", "error"  #: how a grading or a call fails
 LOST = "lost"  #: how one fails whose sandbox was lost, which says nothing of it: it is done again
-TRIES = 3  #: of what is lost each time
 MOST = 256  #: samples of one response
 _LENGTH = struct.Struct("<Q")
 
@@ -43,13 +42,11 @@ class GradingSetup(msgspec.Struct, tag=True):
         options: as JSON.
         words: the rewards to load.
         memory: bytes that it may take beyond those at its start.
-        confined: it is to confine itself once they are loaded.
     """
 
     options: bytes
     words: list[str]
     memory: int
-    confined: bool = False
 
 
 class SamplerSetup(msgspec.Struct, tag=True):
@@ -68,11 +65,9 @@ class WorkerLoaded(msgspec.Struct):
     Attributes:
         error: what is wrong with the user's code.
         waits: the rewards that are async.
-        unconfined: why it could not confine itself, "" if it has or was not asked to.
     """
 
     waits: list[str] = []
-    unconfined: str = ""
     error: str = ""
     hint: str = ""
     trace: str = ""
@@ -80,6 +75,12 @@ class WorkerLoaded(msgspec.Struct):
 
 class CancelRequest(msgspec.Struct, tag=True):
     """What it was to make is not wanted any more, or took too long."""
+
+    id: int
+
+
+class Cancelled(msgspec.Struct, tag=True):
+    """The reply to a request that has ended because it was cancelled."""
 
     id: int
 
@@ -105,12 +106,11 @@ def report_frame() -> bytes:
 
 
 class GradingTask(msgspec.Struct, tag=True):
-    """Samples to grade (several: a group for one call), by which rewards, within how many seconds."""
+    """Samples to grade (several: a group for one call), and by which rewards."""
 
     id: int
     words: list[str]
     key: str | None
-    seconds: float
     samples: list[PackedSample]
 
 

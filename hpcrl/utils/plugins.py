@@ -2,7 +2,7 @@
 
     REWARDS = PluginFolder(Path(...) / "rewards")
     REWARDS.names()                                       # ("exact", "math", ...)
-    REWARDS.literals("math", {"CONFINED": True})          # constants that the file declares, without importing it
+    REWARDS.literals("math", {"KEYS": ()})                # constants that the file declares, without importing it
     REWARDS.hint("maths", "module.function")              # "did you mean math?"
 
 Invariant: nothing is imported here, so a login node that lacks a plug-in's packages knows its name and what it

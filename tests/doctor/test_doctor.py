@@ -767,11 +767,11 @@ def test_a_client_without_a_cluster(
 @needs("namespaces")
 @pytest.mark.process
 def test_whether_programs_can_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sandbox is tried; where there is none, imports are refused and rewards are not confined, which is told."""
+    """The sandbox is tried; where there is none, imports are refused, which is told."""
     assert doctor._sandbox().level == "ok"
     monkeypatch.setattr("hpcrl.sandbox.run.sys.executable", "/bin/false")
     found = doctor._sandbox()
-    assert found.level == "warn" and "cannot be confined" in found.what and "unconfined" in found.hint
+    assert found.level == "warn" and "cannot be confined" in found.what and "hpcrl import" in found.hint
 
 
 def test_which_kinds_of_sandboxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

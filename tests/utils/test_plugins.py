@@ -34,7 +34,7 @@ def test_only_files_with_a_function_may_count(tmp_path: Path) -> None:
 
 def test_declarations_without_import(room: PluginFolder) -> None:
     """What a file declares is read without importing it."""
-    assert room.literals("exact", {"KEYS": (), "CONFINED": True}) == {"KEYS": ("a", "b"), "CONFINED": True}
+    assert room.literals("exact", {"KEYS": (), "LABELS": True}) == {"KEYS": ("a", "b"), "LABELS": True}
     assert room.title("exact") == "Exact matches" and room.title("maths") == ""
     with pytest.raises(ValueError, match="malformed"):
         room.literals("maths", {"KEYS": ()})

@@ -15,6 +15,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.rollout.worker_messages import (
     ERROR,
-    TIMEOUT,
     GradingOutcome,
     GradingReply,
     GradingSetup,
@@ -59,29 +59,25 @@ class Reward:
     group: bool = False
     boxed: Callable[[str], str] | None = None
 
-    async def __call__(self, args: Arguments, samples: Sequence[Sample]) -> list[Any]:
-        """What it returns for each of the samples; of a --group-rm in one call."""
-        if self.group:
-            found = await settled(self._called(args, list(samples)))
-            several = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else []
-            if len(several) != len(samples):
-                raise NoReward(f"returned {short(found)}, with --group-rm a list of {len(samples)} is wanted")
-            return several
-        return [await settled(self._called(args, self._seen(sample))) for sample in samples]
+    def call(self, args: Arguments, samples: Sequence[Sample]) -> list[Any]:
+        """What it returns for each of the samples, of a group for all; an async one is called in `results`."""
+        given = [list(samples)] if self.group else [self._seen(sample) for sample in samples]
+        return [partial(self.function, args, one) if self.waits else self.function(args, one) for one in given]
 
-    def _called(self, *given: Any) -> Any:
-        """What the function returns.  A plain one is called as if no event loop ran: it may call asyncio.run, and has
-        the main thread, to which signals go."""
-        if self.waits:
-            return self.function(*given)
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        asyncio.tasks._leave_task(loop, task)
-        asyncio._set_running_loop(None)
-        try:
-            return self.function(*given)
-        finally:
-            asyncio._set_running_loop(loop)
-            asyncio.tasks._enter_task(loop, task)
+    async def results(self, called: list[Any], count: int) -> list[Any]:
+        """What it says of each of `count` samples.
+
+        Args:
+            called: what `call` has returned.
+        """
+        found = [await settled(one() if self.waits else one) for one in called]
+        if not self.group:
+            return found
+        (one,) = found
+        several = list(one) if isinstance(one, Iterable) and not isinstance(one, str | Mapping) else []
+        if len(several) != count:
+            raise NoReward(f"returned {short(one)}, with --group-rm a list of {count} is wanted")
+        return several
 
     def _seen(self, sample: Sample) -> Sample:
         """The sample with the response that the reward looks at."""
@@ -122,27 +118,38 @@ def load_reward(word: str, options: Options) -> Reward:
 # ---- one grading
 
 
-async def grade(
-    rewards: Sequence[Reward], args: Arguments, samples: Sequence[Sample], key: str | None, seconds: float
-) -> list[GradingOutcome]:
-    """The outcomes of all `rewards` on `samples`, one a sample."""
-    outcomes = [GradingOutcome(values={}, parts={}) for _ in samples]
+def call(rewards: Sequence[Reward], args: Arguments, samples: Sequence[Sample]) -> list[list[Any] | BaseException]:
+    """What each of the rewards returns (`Reward.call`), or raises, which is the last."""
+    called: list[list[Any] | BaseException] = []
     for reward in rewards:
         try:
-            async with asyncio.timeout(seconds) as deadline:
-                results = await reward(args, samples)
+            called.append(reward.call(args, samples))
+        except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
+            return [*called, error]
+    return called
+
+
+async def grade(
+    rewards: Sequence[Reward], called: Sequence[list[Any] | BaseException], count: int, key: str | None
+) -> list[GradingOutcome]:
+    """The outcomes of all `rewards` on `count` samples, one a sample.
+
+    Args:
+        called: what `call` has returned.
+    """
+    outcomes = [GradingOutcome(values={}, parts={}) for _ in range(count)]
+    for reward, returned in zip(rewards, called, strict=False):
+        try:
+            if isinstance(returned, BaseException):
+                raise returned
+            results = await reward.results(returned, count)
             for outcome, result in zip(outcomes, results, strict=True):
                 outcome.values[reward.word] = _number(result, key or reward.key, outcome.parts)
-        except BaseException as error:  # whatever the user's function does
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            if isinstance(error, TimeoutError) and deadline.expired():
-                failed = GradingOutcome(
-                    failure=TIMEOUT, text=f"reward {reward.word} took more than --reward-timeout {seconds:g} s"
-                )
-            else:
-                failed = _failed(reward.word, error)
-            return [failed for _ in samples]
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
+            failed = _failed(reward.word, error)
+            return [failed for _ in range(count)]
     return outcomes
 
 
@@ -200,12 +207,14 @@ class Grader:
     def shares(self, task: GradingTask) -> bool:
         return all(self._rewards[word].waits for word in task.words)
 
-    async def answer(self, task: GradingTask) -> bytes:
-        samples = [unpack(sent) for sent in task.samples]
-        rewards = [self._rewards[word] for word in task.words]
-        return frame(GradingReply(task.id, await grade(rewards, self._args, samples, task.key, task.seconds)))
+    def call(self, task: GradingTask) -> list[list[Any] | BaseException]:
+        return call(self._of(task), self._args, [unpack(sent) for sent in task.samples])
 
-    async def close(self) -> None: ...
+    async def answer(self, task: GradingTask, called: list[list[Any] | BaseException]) -> bytes:
+        return frame(GradingReply(task.id, await grade(self._of(task), called, len(task.samples), task.key)))
+
+    def _of(self, task: GradingTask) -> list[Reward]:
+        return [self._rewards[word] for word in task.words]
 
 
 def _bound_memory(more: int) -> None:

@@ -1,128 +1,29 @@
 """Grading: samples out to the grading processes, rewards back into them.
 
-Invariants: the event loop is never blocked; gradings that share a process run side by side, of others the first runs
-and the rest wait in their order; no grading takes more than its limits, and what a process was working on when it had
-to be killed is either charged to the one grading that it ran, or graded again, each alone; one whose sandbox is lost
-is done again; in deterministic mode a grading that fails is repeated alone with four times the limits before it
-counts, so that load cannot change a reward.
+Invariants: of a process, async rewards run side by side, and a plain one has it to itself; all gradings of one call
+fail, or none; a failed one never counts as a reward.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
-import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import psutil
-
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_names import RewardWord, declared, own_reward, read_words
+from hpcrl.config.plugin_names import RewardWord, own_reward, read_words
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.custom_hooks import FailedHook, RolloutHooks
 from hpcrl.rollout.grading.tally import Tallies, Tally
 from hpcrl.rollout.prompts.prompt_files import PromptFile
-from hpcrl.rollout.worker_messages import (
-    ERROR,
-    LOST,
-    TIMEOUT,
-    TRIES,
-    GradingOutcome,
-    GradingReply,
-    GradingSetup,
-    GradingTask,
-    WorkerLoaded,
-    send_sample,
-)
-from hpcrl.rollout.worker_pool import PooledJob, ProcessPool, WorkerProcess
+from hpcrl.rollout.worker_messages import ERROR, LOST, GradingOutcome, GradingSetup, GradingTask, send_sample
+from hpcrl.rollout.worker_pool import Job, WorkerFailure, WorkerPool, with_retries
 from hpcrl.sample import Sample
 
-
-@dataclass(kw_only=True, eq=False)
-class GradingJob(PooledJob):
-    """A grading on its way.
-
-    Attributes:
-        shares: it may run concurrently with others in one process.
-        attempt: how often it failed.
-        lost: how often its sandbox was lost.
-        cpu: the process's CPU seconds when it began.
-    """
-
-    task: GradingTask
-    shares: bool
-    attempt: int = 0
-    lost: int = 0
-    cpu: float = 0.0
-
-
-class GradingProcess(WorkerProcess[GradingJob]):
-    """A process that grades."""
-
-    def __init__(self, setup: GradingSetup) -> None:
-        super().__init__(setup)
-        self.base = 0  # bytes resident at its start
-        self._seen = psutil.Process(self.pid)
-
-    async def open(self) -> WorkerLoaded:
-        found = await super().open()
-        with contextlib.suppress(psutil.Error):
-            self.base = self._seen.memory_info().rss
-        return found
-
-    def add(self, number: int, job: GradingJob) -> None:
-        super().add(number, job)
-        if job.shares or len(self.jobs) == 1:
-            self._start_job(job)
-
-    def finish(self, number: int) -> GradingJob:
-        """The job that has been answered; the next in the queue begins."""
-        job = super().finish(number)
-        if not job.shares and self.jobs:
-            self._start_job(next(iter(self.jobs.values())))
-        return job
-
-    def _start_job(self, job: GradingJob) -> None:
-        job.waited = 0.0
-        job.cpu = self.cpu_seconds()
-
-    def running(self) -> list[GradingJob]:
-        """All of those that share, the first of the others, which are done in order."""
-        jobs = list(self.jobs.values())
-        return jobs if jobs and jobs[0].shares else jobs[:1]
-
-    def takes(self, job: GradingJob) -> bool:
-        """Next to others that share, behind others that do not, or alone."""
-        if not self.jobs:
-            return True
-        first = next(iter(self.jobs.values()))
-        if job.alone or first.alone or job.shares != first.shares:
-            return False
-        return len(self.jobs) < (SIDE_BY_SIDE if job.shares else QUEUE)
-
-    def cpu_seconds(self) -> float:
-        """CPU time that it has used, its threads included (clock_getcpuclockid(3))."""
-        with contextlib.suppress(OSError):
-            return time.clock_gettime((~self.pid << 3) | 2)
-        return 0.0
-
-    def memory(self) -> int:
-        """Bytes resident beyond those at its start."""
-        try:
-            return self._seen.memory_info().rss - self.base
-        except psutil.Error:
-            return 0
-
-
 SIDE_BY_SIDE = 64  #: gradings by async rewards in one process at once
-QUEUE = 8  #: gradings by plain rewards that one process is given, so that it never waits for the next
-PATIENCE = 2.0  #: seconds that a process has to report a time-out itself
 MEMORY = 2 << 30  #: bytes that one grading may take beyond its process's size at the start
-MORE = 4  #: times the limits, for a grading that is repeated
 
 
 @dataclass
@@ -152,8 +53,12 @@ def worker_count() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) - 1))
 
 
-class Grading(ProcessPool[GradingProcess, GradingJob]):
-    """The run's rewards.  Made, it has started its processes; `start` waits for the first of them."""
+class Grading:
+    """The run's rewards.  Made, it has started its processes; `start` waits for the first of them.
+
+    Attributes:
+        pool: its processes.
+    """
 
     def __init__(
         self,
@@ -181,14 +86,23 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         self._by_type = dict(_types_in(files, options))
         words = {item.word: item for item in (*self._words, *self._more, *self._by_type.values())}
         self._arrays = any(not item.file for item in words.values())
-        confined = all(item.file and declared(item.file)["CONFINED"] for item in words.values())
-        self._setup = GradingSetup(options.model_dump_json().encode(), list(words), MEMORY, confined)
-        self._unconfined = ""  # said once
+        setup = GradingSetup(options.model_dump_json().encode(), list(words), MEMORY)
         what = f"the process that grades with {' '.join(words)}"
-        super().__init__(lambda: GradingProcess(self._setup), worker_count(), GradingReply, what)
-        self._waits: frozenset[str] = frozenset()
+        self.pool = WorkerPool(setup, worker_count(), SIDE_BY_SIDE, what)
         self._groups: dict[tuple[str, int], _Group] = {}
         self._tallies = Tallies(options.reward_max_failed)
+
+    async def start(self) -> None:
+        """Wait until the rewards are loaded.
+
+        Raises:
+            UsageError: says what is wrong with them.
+        """
+        await self.pool.start()
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self.pool.close()
 
     def __str__(self) -> str:
         return " ".join(dict.fromkeys(item.word for item in (*self._words, *self._more)))
@@ -277,58 +191,30 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
             raise
 
     async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[GradingOutcome]:
+        """The outcomes of the samples, one each, in one call."""
         sent = [send_sample(sample, self._arrays) for sample in samples]
-        task = GradingTask(0, words, key, self._options.reward_timeout, sent)
-        future: asyncio.Future[list[GradingOutcome]] = asyncio.get_running_loop().create_future()
-        return await self.submit(GradingJob(future=future, task=task, shares=self._waits.issuperset(words)))
+        named = f"reward {' '.join(words)}"
+        o = self._options
 
-    # ---- the processes
+        async def grade(patience: int) -> list[GradingOutcome]:
+            shares = self.pool.waits.issuperset(words)
+            job = Job(
+                request=lambda number: GradingTask(number, words, key, sent),
+                seconds=o.reward_timeout * patience,
+                late=f"took more than --reward-timeout {o.reward_timeout * patience:g} s",
+                shares=shares,
+                alone=patience > 1,
+                cpu_seconds=math.inf if shares else o.reward_cpu_limit * patience,
+            )
+            try:
+                outcomes: list[GradingOutcome] = (await self.pool.run(job)).outcomes
+            except WorkerFailure as error:
+                return [GradingOutcome(failure=error.kind, text=f"{named} {error.text}")] * len(samples)
+            if outcomes[0].failure == LOST:
+                self._tallies.say(LOST, f"graded again: {outcomes[0].text}")
+            return outcomes
 
-    def _opened(self, process: GradingProcess, loaded: WorkerLoaded) -> None:
-        self._waits = frozenset(loaded.waits)
-        if loaded.unconfined and not self._unconfined:
-            self._unconfined = loaded.unconfined
-            print(f"hpcrl: note: rewards are graded unconfined: {loaded.unconfined}", file=sys.stderr, flush=True)
-
-    def _request(self, job: GradingJob, number: int) -> GradingTask:
-        job.task.id = number
-        return job.task
-
-    def _settle(self, job: GradingJob, reply: GradingReply) -> None:
-        if self._is_repeated(job, reply):
-            self._waiting.appendleft(job)
-        else:
-            job.future.set_result(reply.outcomes)
-
-    def _is_repeated(self, job: GradingJob, reply: GradingReply) -> bool:
-        """Whether it is done again: with more time where it failed in deterministic mode."""
-        if lost := next((found.text for found in reply.outcomes if found.failure == LOST), ""):
-            self._tallies.say(LOST, f"graded again: {lost}")
-            job.lost += 1
-            return job.lost < TRIES
-        failed = any(found.failure for found in reply.outcomes)
-        if not failed or job.attempt or not self._options.deterministic_mode:
-            return False
-        job.attempt = 1
-        job.alone = True
-        job.task.seconds *= MORE
-        return True
-
-    def _blame(self, job: GradingJob, failure: str, text: str) -> None:
-        said = f"reward {' '.join(job.task.words)} {text}"
-        outcome = GradingOutcome(failure=failure, text=said)
-        self._settle(job, GradingReply(job.task.id, [outcome] * len(job.task.samples)))
-
-    def _over(self, process: GradingProcess, job: GradingJob, passed: float) -> tuple[str, str] | None:
-        job.waited += passed
-        o, by = self._options, MORE if job.attempt else 1
-        if job.waited > job.task.seconds + (PATIENCE if job.shares else 0):
-            return TIMEOUT, f"took more than --reward-timeout {job.task.seconds:g} s"
-        if not job.shares and process.cpu_seconds() - job.cpu > o.reward_cpu_limit * by:
-            return TIMEOUT, f"took more than --reward-cpu-limit {o.reward_cpu_limit * by:g} s of CPU time"
-        if process.memory() > self._setup.memory:
-            return ERROR, f"took more than {self._setup.memory / 2**30:g} GiB"
-        return None
+        return await with_retries(grade, lambda outcomes: outcomes[0].failure, o.deterministic_mode)
 
 
 def _types_in(files: Iterable[PromptFile], options: Options) -> Iterable[tuple[str, RewardWord]]:

@@ -8,7 +8,6 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
                                                    with more than punctuation and articles); (): it looks at none
     METADATA = ("correct_letter", ...)             keys of the metadata of which a row must have one, or a label
     KEYS = ("score", ...)                          if it returns a dict: the keys with numbers, the reward first
-    CONFINED = False                               if it needs a network, or files besides those of Python packages
     def check() -> None                            a self-check at the start: UsageError, or ImportError for a
                                                    missing package
     def boxed(content: str) -> str                 what it is given for boxed_NAME, if not the box's content alone
@@ -16,9 +15,6 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
 and is run in the processes of `hpcrl/rollout/grading/`.  A custom function (--custom-rm-path) is the same without the
 file.
 
-The texts that a reward reads are a model's, and packages parse them: so its process is confined after it has loaded all
-rewards (`hpcrl/sandbox/`), unless one of them says CONFINED = False or is a custom function.
-
-Invariant: LABELS, METADATA, KEYS and CONFINED are literals at the top of the file, because options are checked without
-importing it; a file whose name begins with an underscore is not a reward.
+Invariant: LABELS, METADATA and KEYS are literals at the top of the file, because options are checked without importing
+it; a file whose name begins with an underscore is not a reward.
 """

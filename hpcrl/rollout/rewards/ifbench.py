@@ -16,7 +16,6 @@ from hpcrl.sample import Sample
 
 LABELS = ()
 METADATA = ("instruction_id_list",)
-CONFINED = False  #: its packages read data of their own, such as nltk's
 REGISTRIES = (
     "if_verifiable.ifbench.instructions_registry",
     "if_verifiable.ifeval.instructions_registry",

@@ -14,7 +14,6 @@ from hpcrl.rollout.remote_server import RemoteServer
 from hpcrl.sample import Sample
 
 LABELS = ()
-CONFINED = False
 
 
 class RemoteReward:

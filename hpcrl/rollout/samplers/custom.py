@@ -25,22 +25,25 @@ from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tallies
 from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.routed_tokens import UnaskedTokens, unknown_experts, with_experts
 from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.transcript import turns_of
-from hpcrl.rollout.sandbox_tally import SandboxTally
-from hpcrl.rollout.worker_messages import ERROR, LOST, TIMEOUT, TRIES, CustomCall, CustomResult, send_sample
+from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, CustomCall, CustomResult, SamplerSetup, send_sample
+from hpcrl.rollout.worker_pool import Job, WorkerFailure, WorkerPool, with_retries
 from hpcrl.sample import Sample
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 
-MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
+SIDE_BY_SIDE = 256  #: calls in one process at once
 FLAG = "--custom-generate-function-path"
 
 
 class CustomSampler:
-    """Made, it has started its processes; `start` waits for the first of them and opens the endpoint."""
+    """Made, it has started its process; `start` waits for it and opens the endpoint.
+
+    Attributes:
+        pool: its process.
+    """
 
     def __init__(self, options: Options, tokenizer: Tokenizer, grading: Grading | None) -> None:
         """Create one.
@@ -52,7 +55,8 @@ class CustomSampler:
         self._tokenizer = tokenizer
         self._grading = grading
         self._train = Sampling.from_options(options, tokenizer)
-        self._pool = FunctionPool(options)
+        setup = SamplerSetup(options.model_dump_json().encode())
+        self.pool = WorkerPool(setup, 1, SIDE_BY_SIDE, "the process that runs the custom function")
         self._endpoint = Endpoint()
         self._client: EngineClient | None = None
         self._context: Callable[[], int | None] = lambda: None
@@ -67,23 +71,18 @@ class CustomSampler:
         self._client = client
         self._context = context
 
-    @property
-    def sandboxes(self) -> SandboxTally:
-        """Those of the function's processes."""
-        return self._pool.sandboxes
-
     async def start(self) -> None:
         """Wait until the function is loaded.
 
         Raises:
             UsageError: says what is wrong with it.
         """
-        await self._pool.start()
+        await self.pool.start()
         await self._endpoint.start()
 
     async def close(self) -> None:
         """End the processes and the endpoint."""
-        await self._pool.close()
+        await self.pool.close()
         await self._endpoint.stop()
 
     async def make(self, asked: ResponseRequest) -> list[Sample]:
@@ -99,12 +98,11 @@ class CustomSampler:
             return found
         making = ResponseContext(self._sampling(asked), self._seed(asked), asked.version)
         prompt = self._prompt(asked)
-        for _ in range(TRIES):  # a sandbox that was lost says nothing of the response
-            done, found = await self._call(asked, making, prompt, 1.0)
-            if done is None or done.failure != LOST:
-                break
-        if done is not None and done.failure and self._options.deterministic_mode:
-            done, found = await self._call(asked, making, prompt, MORE)
+        done, found = await with_retries(
+            lambda patience: self._call(asked, making, prompt, patience),
+            lambda result: result[0].failure if result[0] else "",
+            self._options.deterministic_mode,
+        )
         if done is None:
             return [prompt.replace(status=ABORTED)]
         if done.failure:
@@ -137,7 +135,7 @@ class CustomSampler:
     # ---- the call
 
     async def _call(
-        self, asked: ResponseRequest, making: ResponseContext, prompt: Sample, patience: float
+        self, asked: ResponseRequest, making: ResponseContext, prompt: Sample, patience: int
     ) -> tuple[CustomResult | None, list[Sample]]:
         """What came of one call, and its samples if it did not fail; None if the run ended it early."""
         assert self._client is not None, "use() comes first"
@@ -156,9 +154,20 @@ class CustomSampler:
                 asked.version,
             )
 
+        seconds = self._options.custom_generate_timeout * patience
+        job = Job(
+            request=call,
+            seconds=seconds,
+            late=f"took more than {seconds:g} s besides its engines, a limit that --timeout-factor scales",
+            shares=True,
+            alone=patience > 1,
+            paused=lambda: sessions[-1][1].in_flight > 0,
+        )
         try:
-            run = self._pool.run(call, lambda: sessions[-1][1].in_flight > 0, patience, alone=patience > 1)
-            done = await run
+            try:
+                done: CustomResult = await self.pool.run(job)
+            except WorkerFailure as error:
+                done = CustomResult(-1, failure=error.kind, text=error.text)
             session = sessions[-1][1] if sessions else None
             if session is not None and session.broken is not None:
                 raise session.broken

@@ -25,16 +25,7 @@ from hpcrl.rollout.samplers.conversation import TEXT, PolicyClient
 from hpcrl.rollout.samplers.transcript import commands_of, turns_of
 from hpcrl.rollout.slime_names.arguments import Arguments, ResponseTools
 from hpcrl.rollout.slime_names.http import ROUTER, Router
-from hpcrl.rollout.worker_messages import (
-    ERROR,
-    MOST,
-    TIMEOUT,
-    CustomCall,
-    CustomResult,
-    SamplerSetup,
-    failure_of,
-    frame,
-)
+from hpcrl.rollout.worker_messages import ERROR, MOST, CustomCall, CustomResult, SamplerSetup, failure_of, frame
 from hpcrl.sample import BadSample, Sample
 from hpcrl.sandbox.accounts import recording
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED, PENDING
@@ -125,13 +116,12 @@ class FunctionRunner:
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
         )
 
-    async def close(self) -> None:
-        await self._http.close()
-
     def shares(self, call: CustomCall) -> bool:
         return True
 
-    async def answer(self, call: CustomCall) -> bytes:
+    def call(self, call: CustomCall) -> None: ...
+
+    async def answer(self, call: CustomCall, called: None) -> bytes:
         with recording() as record:
             done = await self._done(call)
         done.transcript = commands_of(record)
@@ -145,7 +135,7 @@ class FunctionRunner:
         try:
             return await self._run_call(call)
         except asyncio.CancelledError:
-            return CustomResult(call.id, failure=TIMEOUT)
+            raise
         except (NoSample, BadSample) as error:
             return CustomResult(call.id, failure=ERROR, text=str(error))
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)

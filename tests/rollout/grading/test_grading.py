@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -30,6 +32,19 @@ from tests.support.shares import plain_sample
 pytestmark = pytest.mark.process  # rewards run in processes of their own
 
 HERE = "tests.support.own_rewards"
+#: starts a process that grades, says its number, and is killed
+PARENT = f"""
+import asyncio, os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from hpcrl.config.options import Options
+from hpcrl.rollout.grading.service import Grading
+async def main():
+    grading = Grading(Options(rm_type="exact"))
+    await grading.start()
+    print(grading.pool.processes[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
 
 
 def sample(response: str, label: Any = None, group_index: int = 7, response_index: int = 3, **metadata: Any) -> Sample:
@@ -342,9 +357,9 @@ def test_what_a_killed_reward_had_started_is_ended_too(tmp_path: Path) -> None:
 
 
 def stop_after_start(grading: Grading) -> int:
-    (process,) = grading._processes
-    os.kill(process._process.pid, signal.SIGSTOP)
-    return process._process.pid
+    (process,) = grading.pool.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    return process.pid
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -371,7 +386,7 @@ def test_a_process_that_goes_on_in_time_costs_nothing() -> None:
 
 def test_an_idle_process_that_is_killed_is_replaced() -> None:
     async def body(grading: Grading) -> list[Sample]:
-        os.kill(grading._processes[0]._process.pid, signal.SIGKILL)
+        os.kill(grading.pool.processes[0].pid, signal.SIGKILL)
         await asyncio.sleep(0.2)
         return await grade(grading, sample(r"\boxed{1/2}", "0.5"))
 
@@ -391,6 +406,16 @@ def test_a_hostile_integral_is_stopped() -> None:
         sample(text, "1/2"), sample(r"\boxed{\sum_{k=1}^4 k}", "10"), rm_type="math", reward_cpu_limit=2.0
     )
     assert bad.reward == 0.0 and good.reward == 1.0
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = int(done.stdout)
+    deadline = time.monotonic()
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - deadline < 60
+        time.sleep(0.05)
 
 
 def test_cancelled_grading() -> None:
@@ -508,7 +533,7 @@ def test_sandboxes_of_rewards_are_counted() -> None:
 
     async def body(grading: Grading) -> tuple[list[Sample], dict[str, float]]:
         found = await grade(grading, sample("exit 3"), sample("exit 4"), sample("yes | head -c 2000000"))
-        return found, dict(grading.sandboxes.done)
+        return found, dict(grading.pool.sandboxes.done)
 
     found, done = run(body, custom_rm_path=f"{HERE}.in_a_sandbox")
     assert [one.reward for one in found] == [3.0, 4.0, 0.0]

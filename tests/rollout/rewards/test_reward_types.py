@@ -16,7 +16,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import declared, plugin_names, read_words
 from hpcrl.errors import UsageError
-from hpcrl.rollout.grading.grader import grade, load_reward
+from hpcrl.rollout.grading.grader import call, grade, load_reward
 from hpcrl.rollout.rewards import gpqa
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.sample import Sample
@@ -34,9 +34,9 @@ def worth(
 ) -> Any:
     """The reward, or the text of the failure."""
     options = options or Options()
-    outcome = asyncio.run(
-        grade([load_reward(name, options)], Arguments(options), [sample(response, label, **metadata)], key, 20)
-    )[0]
+    rewards = [load_reward(name, options)]
+    called = call(rewards, Arguments(options), [sample(response, label, **metadata)])
+    outcome = asyncio.run(grade(rewards, called, 1, key))[0]
     return outcome.text if outcome.failure else outcome.values[name]
 
 
@@ -399,7 +399,6 @@ def test_every_file_is_a_reward() -> None:
             "LABELS": getattr(module, "LABELS", ("text", "number", "truth", "list")),
             "METADATA": getattr(module, "METADATA", ()),
             "KEYS": getattr(module, "KEYS", ()),
-            "CONFINED": getattr(module, "CONFINED", True),
         }
 
 

@@ -266,7 +266,7 @@ def test_a_lost_sandbox_costs_no_response(model: Path) -> None:
     async def run() -> tuple[list[Sample], dict[str, float]]:
         async with sampler(model, "loses_its_sandbox") as (made, _):
             samples = [sample for index in (1, 0) for sample in await made.make(asked(model, index))]
-            return samples, dict(made.sandboxes.done)
+            return samples, dict(made.pool.sandboxes.done)
 
     (good, bad), done = asyncio.run(run())
     assert (done["lost"], done["handed_out"]) == (4, 5) and done["seconds"] > 0 and done["waited"] > 0

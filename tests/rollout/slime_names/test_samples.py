@@ -14,7 +14,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.rollout.custom_hooks import RolloutHooks
 from hpcrl.rollout.filters.custom_filters import BufferFilter, DynamicFilter
-from hpcrl.rollout.grading.grader import grade, load_reward
+from hpcrl.rollout.grading import grader
 from hpcrl.rollout.packed_samples import pack, unpack
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.rollout.slime_names.helpers import compute_pass_rate, compute_statistics, dict_add_prefix
@@ -195,8 +195,9 @@ def test_rewards_that_are_objects_are_edited() -> None:
 
 def test_what_is_not_graded_has_no_reward() -> None:
     assert a_sample(None).reward is None and a_sample(None).score == 0 and not a_sample(None).graded
-    reward = load_reward(f"{HERE}.sees_none", Options(custom_rm_path=f"{HERE}.sees_none"))
-    [found] = asyncio.run(grade([reward], Arguments(Options()), [a_sample(None)], None, 10))
+    rewards = [grader.load_reward(f"{HERE}.sees_none", Options(custom_rm_path=f"{HERE}.sees_none"))]
+    called = grader.call(rewards, Arguments(Options()), [a_sample(None)])
+    [found] = asyncio.run(grader.grade(rewards, called, 1, None))
     assert found.values == {f"{HERE}.sees_none": 1.0}
 
 
