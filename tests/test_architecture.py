@@ -95,7 +95,6 @@ WRITERS = {
     "planning/rehearsal/runner.py": "a scratch directory",
     "report/metrics.py": "TensorBoard's own files",
     "report/timeline/spans.py": "spans, the cheapest way, or none at all",
-    "rollout/samplers/verifiers_env.py": "prompt files, where the user says",
     "run/rundir.py": "write_atomic, write_first, write_unread",
     "run/scratch.py": "a scratch directory and its lock",
     "run/storage_errors.py": "a probe",

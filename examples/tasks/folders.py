@@ -31,6 +31,8 @@ timeout_sec = 20.0
 cpus = 1
 memory_mb = 256
 storage_mb = 64
+docker_image = "debian:12"
+env = {PYTHONDONTWRITEBYTECODE = "1"}
 """
 VERIFIER = """#!/bin/sh
 found=$({look})
@@ -51,14 +53,12 @@ def write_task(folder: Path, instruction: str, files: dict[str, str], look: str,
         right: what it must print.
         solution: a command that makes it so.
     """
-    dockerfile = "FROM debian:12\nENV PYTHONDONTWRITEBYTECODE=1\nWORKDIR /app\nCOPY app .\n"
     written = {
         "task.toml": TOML,
         "instruction.md": instruction,
-        "environment/Dockerfile": dockerfile,
         "tests/test.sh": VERIFIER.format(look=look, right=right),
         "solution/solve.sh": f"{solution}\n",
-    } | {f"environment/app/{name}": text for name, text in files.items()}
+    } | {f"environment/{name}": text for name, text in files.items()}
     for name, text in written.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -27,7 +27,7 @@ Models and data
                        sides of a weight update; slime's flags and config.json of published models
     options, shares    the least options of a run; samples, and shares of the queue made of them
     two_ways, answers    a tokenizer of several ways to write a text; answers with their truth
-    tiny_verifiers_env, tiny_verifiers_taskset    an environment of verifiers 0.1; a taskset of verifiers 0.4
+    tiny_verifiers_taskset    a taskset of verifiers 0.4
     harbor_tasks       task folders in Harbor's form
     mtp_models         models whose checkpoints have a layer that predicts a further token
     fp8                what an engine multiplies with: the values of FP8 codes and scales

@@ -19,25 +19,23 @@ timeout_sec = 60.0
 cpus = 1
 memory_mb = 256
 storage_mb = 10240
+docker_image = "debian:12"
 """
 VERIFIER = """#!/bin/sh
 [ "$(cat sum.txt)" = 12 ] && score=1 || score=0
 echo $score > /logs/verifier/reward.txt
 """
-DOCKERFILE = "FROM debian:12\nWORKDIR /app\nCOPY numbers.txt data/\n"
 
 
-def write_task(folder: Path, toml: str = TOML, verifier: str = VERIFIER, dockerfile: str | None = DOCKERFILE) -> Path:
+def write_task(folder: Path, toml: str = TOML, verifier: str = VERIFIER) -> Path:
     """Write one, and images.toml next to it, by which debian:12 is this machine; the task's folder."""
     files = {
         "task.toml": toml,
         "instruction.md": "Write the sum of data/numbers.txt into sum.txt.\n",
-        "environment/numbers.txt": "3\n4\n5\n",
+        "environment/data/numbers.txt": "3\n4\n5\n",
         "tests/test.sh": verifier,
         "solution/solve.sh": "echo $((3+4+5)) > sum.txt\n",
     }
-    if dockerfile is not None:
-        files["environment/Dockerfile"] = dockerfile
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +44,7 @@ def write_task(folder: Path, toml: str = TOML, verifier: str = VERIFIER, dockerf
     return folder
 
 
-def write_image(
-    root: Path, programs: tuple[str, ...] = ("sh", "cat", "chmod", "ls", "mkdir", "mv", "rm", "tar")
-) -> Path:
+def write_image(root: Path, programs: tuple[str, ...] = ("sh", "cat", "chmod", "ls", "mkdir", "mv", "rm")) -> Path:
     """Write an unpacked root file system with these programs of the machine, and an empty /app; its path."""
     for name in ("bin", "app"):
         (root / name).mkdir(parents=True)

@@ -4,7 +4,7 @@
 
 The policy is told of one tool, `bash`, as its chat template tells of tools, and calls it in the form that the template
 shows (`hpcrl/rollout/endpoint/tool_calls`).  A turn without a call ends its work, as does the end of the time or of the
-room that it has.  An agent of your own needs `task_of`, `task_box`, `run_in`, `collect` and `verdict` (docs/agents.md).
+room that it has.  An agent of your own needs `task_of`, `task_box`, `run_in` and `verdict` (docs/agents.md).
 
 Invariant: what a command printed is not learned from; a response has the verifier's verdict, or there is none.
 """
@@ -21,7 +21,7 @@ from hpcrl.rollout.samplers.trajectory import LENGTH, opening
 from hpcrl.sandbox import Box
 from hpcrl.sandbox.harbor.rows import KEY, task_of
 from hpcrl.sandbox.harbor.task import HarborTask
-from hpcrl.sandbox.harbor.verdict import TaskVerdict, collect, run_in, task_box, verdict
+from hpcrl.sandbox.harbor.verdict import TaskVerdict, run_in, task_box, verdict
 
 TURNS = 32  #: of a response
 SECONDS = 120.0  #: that one command may take
@@ -35,8 +35,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     talk = Conversation(args, sample, sampling_params, tokens.tolist(), messages)
     async with task_box(task) as box:
         broken = await _work(args, talk, task, box)
-        left = None if broken else await collect(task, box)
-    found = await verdict(task, left) if left else TaskVerdict(0.0, {"no_verdict": 1.0}, broken)
+        found = TaskVerdict(0.0, {"no_verdict": 1.0}, broken) if broken else await verdict(task, box)
     made = talk.sample()
     made.reward, made.rewards = found.reward, found.parts
     made.metadata[KEY] = {**made.metadata[KEY], "verifier": found.said}
@@ -46,7 +45,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
 async def _work(args: Any, talk: Conversation, task: HarborTask, box: Box) -> str:
     """The policy's turns; "", or the limit by which it has ended its own box."""
     form = form_of(args.tokenizer.template or "")
-    left = task.config.agent_seconds or float("inf")
+    left = task.config.agent.timeout_sec or float("inf")
     for _ in range(TURNS):
         turn = await talk.turn()
         calls = form.split(turn.text, [BASH])[1]

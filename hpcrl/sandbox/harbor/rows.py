@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.sandbox.harbor.images import read_images
-from hpcrl.sandbox.harbor.task import CONFIG, HarborTask, is_task, read_task
+from hpcrl.sandbox.harbor.task import CONFIG, HarborTask, is_task, read_images, read_task
 
 KEY = "harbor"  #: of a prompt's metadata: {"task": its folder, "digest": of it}
 PROMPT, METADATA = "prompt", "metadata"  #: keys of a row
@@ -57,7 +56,7 @@ class TaskRows:
             task = read_task(folder, images)
             self.size += len(task.instruction.encode())
             found.append((folder, task.digest))
-            seconds[folder] = (task.config.agent_seconds or 0.0) + task.config.verdict_seconds
+            seconds[folder] = (task.config.agent.timeout_sec or 0.0) + task.config.verifier.timeout_sec
         named = "".join(f"{folder.name} {digest}\n" for folder, digest in found)
         self.sha256 = hashlib.sha256(named.encode()).hexdigest()
         self._first = range(len(found))[rows].start if found[rows] else 0

@@ -1,13 +1,10 @@
-"""The boxes of a task: one in which the policy works, and another in which the verdict is made.
+"""The box of a task: the policy works in it, and once it has ended, its verdict is made there.
 
-What the policy has left behind is hostile: programs that run on, programs and settings that it has replaced, a verdict
-that it has written itself.  So its box is not judged in.  A new one of the same image gets the environment's files,
-then what the policy has left in its working directory and in the task's artifacts, then the tests, and no process runs
-there but the verifier's.
+Processes that the policy has left are killed, then the tests are copied in and run.  What it has left is what they see:
+programs and settings that it has replaced too, so it can deceive them (docs/security.md).
 
-Invariant: a reward is what tests/test.sh wrote; or 0 where it wrote nothing for what the policy has left, twice, and
-has just written one for a box that the policy never saw.  All else is an error: a lost sandbox, a verifier that cannot
-run.
+Invariant: a reward is what tests/test.sh wrote; or 0 where it wrote nothing for what the policy has left, and has then
+written one for a box that the policy never saw.  All else is an error: a lost sandbox, a verifier that cannot run.
 """
 
 from __future__ import annotations
@@ -20,16 +17,12 @@ from typing import Any
 
 from hpcrl.errors import HpcrlError
 from hpcrl.sandbox import Box, BoxResult, sandbox
-from hpcrl.sandbox.harbor.leftovers import NothingLeft, pack, unpack
 from hpcrl.sandbox.harbor.task import BoxFile, HarborTask
 from hpcrl.utils.untrusted_files import Damaged, parse_json
 
 LOGS = "/logs/verifier"
-_TRIES = 2  #: times that a verifier is run that wrote nothing
 _LONGEST = 1 << 20  #: bytes of a reward file
 _SAID = 2000  #: characters of what the verifier printed that are kept
-#: not the working directory's, whatever the image says: what Python and shells read at home is none of the policy's
-_HOME = {"HOME": "/tmp"}
 
 
 @dataclass(frozen=True)
@@ -56,64 +49,28 @@ async def task_box(task: HarborTask) -> AsyncIterator[Box]:
         SandboxLost, Unconfined: as `sandbox`.
     """
     async with sandbox(task.image, task.config.limits) as box:
-        made = await box.run(["mkdir", "-p", task.workdir, "/logs/agent", "/logs/artifacts", LOGS], cwd="/")
-        try:
-            if not made.ok:
-                raise OSError(made.stderr.strip())
-            await _put(box, task.files)
-        except OSError as error:
-            more = "" if box.layered else "this kernel cannot lay files over an image (Linux 5.11 can)"
-            raise HpcrlError(
-                f"{task.folder}: the environment cannot be put into a box of the image {task.image}: {error}", more
-            ) from error
+        await _furnish(box, task)
         yield box
 
 
 async def run_in(box: Box, task: HarborTask, command: str, seconds: float) -> BoxResult:
     """A command of the policy's, in the working directory and with the environment's variables."""
-    return await box.run(command, seconds, env=task.env, cwd=task.workdir)
+    return await box.run(command, seconds, env=task.config.environment.env, cwd=task.workdir)
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """What the policy has left.
-
-    Attributes:
-        archive: of `pack`, None where there is none.
-        why: there is none.
-    """
-
-    archive: bytes | None
-    why: str = ""
-
-
-async def collect(task: HarborTask, box: Box) -> Leftovers:
-    """What the policy has left in its box, to be judged once the box is given back.
-
-    Raises:
-        SandboxLost: if the box has ended.
-    """
-    try:
-        return Leftovers(await pack(box, task.carried))
-    except NothingLeft as error:
-        return Leftovers(None, str(error))
-
-
-async def verdict(task: HarborTask, left: Leftovers) -> TaskVerdict:
-    """The verdict of what the policy has left.
-
-    It takes a box of its own: asked for while the policy's is held, a pool whose boxes are all policies' has none left.
+async def verdict(task: HarborTask, box: Box) -> TaskVerdict:
+    """The verdict of what the policy has left in its box, which is of no use to it afterwards.
 
     Raises:
         HpcrlError: if the verifier writes none for an untouched box either.
-        SandboxLost: if a box is lost, which says nothing of the policy's work.
+        SandboxLost: if the box is lost, which says nothing of the policy's work.
     """
-    said = left.why
-    for _ in range(_TRIES if left.archive is not None else 0):
-        found, said = await _judged(task, left.archive or b"")
-        if found:
-            return found
-    await check_verifier(task)
+    found, said = await _judged(task, box)
+    if found:
+        return found
+    await box.reset()  # and no second box: all that a pool may have could be policies'
+    await _furnish(box, task)
+    await _of_untouched(task, box)
     return TaskVerdict(0.0, {"no_verdict": 1.0}, said)
 
 
@@ -129,48 +86,60 @@ async def check_verifier(task: HarborTask, more: Sequence[BoxFile] = (), command
     """
     async with task_box(task) as box:
         await _put(box, more)
-        await run_in(box, task, command, task.config.verdict_seconds)
-        left = await collect(task, box)
-    if left.archive is None:
-        raise HpcrlError(f"{task.folder}: {left.why}", f"the image {task.image} needs sh and tar")
-    found, said = await _judged(task, left.archive)
+        await run_in(box, task, command, task.config.verifier.timeout_sec)
+        return await _of_untouched(task, box)
+
+
+async def _furnish(box: Box, task: HarborTask) -> None:
+    """Put the environment into a new box."""
+    made = await box.run(["mkdir", "-p", task.workdir, "/logs/agent", "/logs/artifacts", LOGS], cwd="/")
+    try:
+        if not made.ok:
+            raise OSError(made.stderr.strip())
+        await _put(box, task.files)
+    except OSError as error:
+        more = "" if box.layered else "this kernel cannot lay files over an image (Linux 5.11 can)"
+        raise HpcrlError(
+            f"{task.folder}: the environment cannot be put into a box of the image {task.image}: {error}", more
+        ) from error
+
+
+async def _of_untouched(task: HarborTask, box: Box) -> TaskVerdict:
+    found, said = await _judged(task, box)
     if found is None:
         raise HpcrlError(
             f"{task.folder / 'tests' / 'test.sh'} makes no verdict for an untouched environment: {said}",
-            f"it has to write {LOGS}/reward.txt or reward.json within [verifier] timeout_sec, with no network",
+            f"it has to write {LOGS}/reward.txt or reward.json within [verifier] timeout_sec, without a network",
         )
     return found
 
 
-async def _judged(task: HarborTask, left: bytes) -> tuple[TaskVerdict | None, str]:
-    """(the verdict in a new box, None if there is none, the end of what was printed or what is wrong)."""
-    async with task_box(task) as judge:
-        try:
-            if left:
-                await unpack(judge, left, task.carried)
-            await _put(judge, task.tests)
-        except OSError as error:
-            return None, f"what it has left cannot be carried over: {error}"
-        done = await judge.run(
-            "chmod +x /tests/test.sh; /tests/test.sh",
-            task.config.verdict_seconds,
-            env={**task.env, **_HOME, **task.config.verdict_env},
-            cwd=task.workdir,
-        )
-        ended = f"it took more than {task.config.verdict_seconds:g} s" if done.timed_out else done.limit
-        ended = ended or (f"a signal has ended it: {done.code}" if done.code < 0 or done.code > 128 else "")
-        said = f"{done.stdout}{done.stderr}{ended and f'[{ended}]'}"[-_SAID:]
-        if ended:  # what has ended it may have written a verdict too
-            return None, said
-        try:
-            scores = await _scores(judge)
-        except (OSError, ValueError) as error:
-            return None, f"{said}[{error}]"
+async def _judged(task: HarborTask, box: Box) -> tuple[TaskVerdict | None, str]:
+    """(the verdict, None if there is none, the end of what was printed or what is wrong)."""
+    seconds = task.config.verifier.timeout_sec
+    await box.run(f"kill -9 -1; rm -rf /tests {LOGS}; mkdir -p /tests {LOGS}", cwd="/")
+    try:
+        if kept := await box.listing(LOGS):
+            raise OSError(f"{LOGS}/{kept[0].name} cannot be removed")
+        await _put(box, task.tests)
+    except OSError as error:
+        return None, f"the tests cannot be put into the box: {error}"
+    env = {**task.config.environment.env, **task.config.verifier.env}
+    done = await box.run("chmod +x /tests/test.sh; /tests/test.sh", seconds, env=env, cwd=task.workdir)
+    ended = f"it took more than {seconds:g} s" if done.timed_out else done.limit
+    ended = ended or (f"a signal has ended it: {done.code}" if done.code < 0 or done.code > 128 else "")
+    said = f"{done.stdout}{done.stderr}{ended and f'[{ended}]'}"[-_SAID:]
+    if ended:  # what has ended it may have written a verdict too
+        return None, said
+    try:
+        scores = await _scores(box)
+    except (OSError, ValueError) as error:
+        return None, f"{said}[{error}]"
     reward = scores.pop("reward") if "reward" in scores else scores.popitem()[1]
     return TaskVerdict(reward, scores, said), said
 
 
-async def _scores(judge: Box) -> dict[str, float]:
+async def _scores(box: Box) -> dict[str, float]:
     """The numbers of reward.json, which counts if it is there, or of reward.txt.
 
     Raises:
@@ -178,9 +147,9 @@ async def _scores(judge: Box) -> dict[str, float]:
         ValueError: if what is there is no number, or several of which none is "reward".
     """
     try:
-        text = await judge.read(f"{LOGS}/reward.json", _LONGEST)
+        text = await box.read(f"{LOGS}/reward.json", _LONGEST)
     except FileNotFoundError:
-        return {"reward": _number((await judge.read(f"{LOGS}/reward.txt", _LONGEST)).decode())}
+        return {"reward": _number((await box.read(f"{LOGS}/reward.txt", _LONGEST)).decode())}
     try:
         found = parse_json(text)
     except Damaged as error:

@@ -1,4 +1,4 @@
-"""The shipped agent of Harbor's tasks: a policy that says given texts works in a real box and is judged in another."""
+"""The shipped agent of Harbor's tasks: a policy that says given texts works in a real box and is judged there."""
 
 from __future__ import annotations
 

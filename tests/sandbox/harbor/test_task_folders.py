@@ -12,10 +12,9 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.prompts.first_rows import findings, look_at
 from hpcrl.rollout.prompts.row_checks import Keys, keys_in, read_row
 from hpcrl.rollout.prompts.rows import open_rows
-from hpcrl.sandbox.harbor.images import read_images
 from hpcrl.sandbox.harbor.rows import TaskRows, task_of
-from hpcrl.sandbox.harbor.task import HarborTask, read_task, solution
-from tests.support.harbor_tasks import DOCKERFILE, TOML, write_task
+from hpcrl.sandbox.harbor.task import HarborTask, read_images, read_task, solution
+from tests.support.harbor_tasks import TOML, write_task
 
 AGENT = "hpcrl.rollout.samplers.harbor_agent.generate"
 
@@ -33,46 +32,52 @@ def test_a_task(tmp_path: Path) -> None:
     ]
     assert [file.path for file in task.tests] == ["/tests/test.sh"]
     assert [file.path for file in solution(task)] == ["/solution/solve.sh"]
-    assert (task.config.agent_seconds, task.config.verdict_seconds) == (60.0, 10.0)
+    assert (task.config.agent.timeout_sec, task.config.verifier.timeout_sec) == (60.0, 10.0)
     assert (task.config.limits.memory, task.config.limits.disk) == (256 << 20, 128 << 20)
-    assert task.carried == ("/app", "/logs/artifacts")
 
 
-def test_variables_and_artifacts(tmp_path: Path) -> None:
+def test_variables_and_what_is_passed_over(tmp_path: Path) -> None:
+    """Artifacts are for people, and keys of features that are switched off ask for nothing."""
     toml = 'artifacts = ["out/log", {source = "/data"}]\n' + TOML
-    toml = toml.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"\nenv = {A = "1"}')
-    toml = toml.replace("[environment]", '[environment]\nenv = {B = "${HOME:-x}"}\nworkdir = "/srv/here"')
-    task = read(write_task(tmp_path / "sum", toml, dockerfile=DOCKERFILE + "ENV C=two B=one\n"))
-    assert task.env == {"C": "two", "B": "x"} and task.config.verdict_env == {"A": "1"}
+    toml = toml.replace("[verifier]", '[verifier]\nenvironment_mode = "shared"\nenv = {A = "1"}')
+    toml = toml.replace("[environment]", '[environment]\nenv = {B = "${HOME:-x}", C = ""}\nworkdir = "/srv/here"')
+    toml += "gpus = 0\nallow_internet = false\nmcp_servers = []\nallowed_hosts = []\n"
+    task = read(write_task(tmp_path / "sum", toml))
+    assert task.config.environment.env == {"B": "x", "C": ""} and task.config.verifier.env == {"A": "1"}
     assert task.workdir == "/srv/here"
-    assert task.carried == ("/logs/artifacts", "/srv/here/out/log", "/data")
+
+
+def test_sizes_of_older_versions(tmp_path: Path) -> None:
+    toml = TOML.replace("memory_mb = 256", 'memory = "0.5G"').replace("storage_mb = 10240", 'storage = "128M"')
+    limits = read(write_task(tmp_path / "sum", toml)).config.limits
+    assert (limits.memory, limits.disk) == (512 << 20, 128 << 20)
 
 
 @pytest.mark.parametrize(
     ("key", "line"),
     [
-        ("network", "[environment]\nallow_internet = true"),
-        ("network", '[agent]\nnetwork_mode = "public"'),
-        ("network", '[environment]\nnetwork_mode = "open"'),
-        ("allowed_hosts", '[environment]\nallowed_hosts = ["a.org"]'),
-        ("network", '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]'),
+        ("allow_internet", "[environment]\nallow_internet = true"),
+        ("network_mode", '[agent]\nnetwork_mode = "public"'),
+        ("network_mode", '[environment]\nnetwork_mode = "allowlist"'),
+        ("allowed_hosts", '[verifier]\nallowed_hosts = ["a.org"]'),
         ("gpus", "[environment]\ngpus = 1"),
         ("tpu", '[environment]\ntpu = {type = "v6e", topology = "2x2"}'),
         ("mcp_servers", '[environment]\nmcp_servers = [{name = "a", url = "http://a"}]'),
         ("healthcheck", '[environment]\nhealthcheck = {command = "true"}'),
         ("os", '[environment]\nos = "windows"'),
         ("user", '[agent]\nuser = "agent"'),
-        ("shared", '[verifier]\nenvironment_mode = "shared"'),
+        ("separate", '[verifier]\nenvironment_mode = "separate"'),
         ("environment", '[verifier]\nenvironment = {docker_image = "a"}'),
         ("collect", '[verifier]\ncollect = [{command = "true"}]'),
         ("SECRET", '[verifier]\nenv = {KEY = "${SECRET}"}'),
         ("steps", '[[steps]]\nname = "one"'),
-        ("artifact", 'artifacts = ["/logs/verifier"]'),
-        ("artifact", 'artifacts = ["../../usr/bin"]'),
-        ("exclude", 'artifacts = [{source = "a", exclude = ["b"]}]'),
-        ("working directory", '[environment]\nworkdir = "/usr/src"'),
+        ("workdir", '[environment]\nworkdir = "src"'),
+        ("verifier.env", '[verifier]\nenv = {"A=B" = "1"}'),
+        ("environment.env", "[environment]\nenv = {A = 1}"),
+        ("timeout_sec", "[agent]\ntimeout_sec = inf"),
         ("timeout_sec", "[agent]\ntimeout_sec = -1"),
         ("memory", '[environment]\nmemory = "2T"'),
+        ("memory_mb", "[environment]\nmemory_mb = 32"),
         ("schema_version", 'schema_version = "2.0"'),
         ("later_key", "[agent]\nlater_key = 3"),
         ("cannot be read", "= 3"),
@@ -84,88 +89,42 @@ def test_what_a_task_must_not_ask_for(key: str, line: str, tmp_path: Path) -> No
         read(write_task(tmp_path / "sum", line + "\n"))
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        (2, "FROM debian:12\nRUN apt-get install -y \\\n  gcc\nCOPY a b"),
-        (1, "FROM debian:12 AS build"),
-        (3, "FROM debian:12\n# two\nFROM debian:13"),
-        (2, "FROM debian:12\nCOPY --from=build /a /b"),
-        (2, "FROM debian:12\nCOPY *.txt /app/"),
-        (2, "FROM debian:12\nCOPY ../../etc /app"),
-        (2, "FROM debian:12\nADD http://a/b /app"),
-        (2, "FROM debian:12\nUSER agent"),
-        (1, "ARG TAG=12\nFROM debian:$TAG"),
-    ],
-)
-def test_what_needs_a_build(line: int, text: str, tmp_path: Path) -> None:
-    """The error names the Dockerfile's line, and the image's place in images.toml; once it is there the task is read."""
-    folder = write_task(tmp_path / "sum", dockerfile=text)
-    with pytest.raises(DataError, match=rf'Dockerfile, line {line}: .*"sum" = "/path" in .*images\.toml'):
+def test_images(tmp_path: Path) -> None:
+    """Of docker_image, or of the task, by its folder or its name: what its Dockerfile builds, with the files in it."""
+    folder = write_task(tmp_path / "sum")
+    (tmp_path / "images.toml").write_text("")
+    named = r'sum: no directory is named for the image debian:12; .*--sandbox DIR.*"debian:12" = "DIR".*images\.toml'
+    with pytest.raises(DataError, match=named):
+        read(folder)
+    (folder / "task.toml").write_text(TOML.replace('docker_image = "debian:12"', ""))
+    (folder / "environment" / "Dockerfile").write_text("FROM debian:12\nRUN make\n")
+    with pytest.raises(DataError, match='sum: no directory .* the image sum; .*"sum" = "DIR"'):
         read(folder)
     (tmp_path / "built").mkdir()
-    (tmp_path / "images.toml").write_text('sum = "built"\n')
-    task = read(folder)
-    assert task.image == str(tmp_path / "built") and task.files == () and task.workdir == "/work"
-
-
-def test_images(tmp_path: Path) -> None:
-    """By the task's name too; docker_image without a Dockerfile gets the environment's files in its working directory."""
-    folder = write_task(tmp_path / "one", dockerfile="RUN make\nFROM x\nWORKDIR /srv\n")
-    (tmp_path / "images.toml").write_text('"tests/sum" = "system"\n"python:3" = "system"\n')
-    assert (read(folder).image, read(folder).workdir) == ("system", "/srv")
-    toml = TOML.replace("tests/sum", "tests/other").replace("[environment]", '[environment]\ndocker_image = "python:3"')
-    other = write_task(tmp_path / "two", toml, dockerfile=None)
-    with pytest.raises(DataError, match=r"two/task\.toml: the image python:3"):
-        read(other)
-    (tmp_path / "images.toml").write_text('"python:3" = "system"\n')
-    assert [file.path for file in read(other).files] == ["/app/numbers.txt"]
-    (tmp_path / "images.toml").write_text('"python:3" = "/not/here"\n')
+    for name in ("sum", "tests/sum"):
+        (tmp_path / "images.toml").write_text(f'"{name}" = "built"\n')
+        task = read(folder)
+        assert (task.image, task.files, task.workdir) == (str(tmp_path / "built"), (), "/work")
+    (tmp_path / "built" / "app").mkdir()
+    assert read(folder).workdir == "/app" and read(folder).digest != task.digest
+    (tmp_path / "images.toml").write_text('sum = "/not/here"\n')
     with pytest.raises(DataError, match=r"images\.toml: the image /not/here"):
-        read(other)
-
-
-def test_variables_of_a_dockerfile(tmp_path: Path) -> None:
-    """They are read alike, whether the image has to be built or not; what the image alone knows is the task's to say."""
-    folder = write_task(
-        tmp_path / "sum", dockerfile=DOCKERFILE + "ENV A=/a\nENV PATH=$A:$PATH B=${A}/b\nENV C two words\n"
-    )
-    env = read(folder).env
-    assert (env["A"], env["B"], env["C"], env["PATH"][:8]) == ("/a", "/a/b", "two words", "/a:/usr/")
-    for line in ("ENV D=$E", "ENV D", "ENV =d"):
-        (folder / "environment" / "Dockerfile").write_text(f"{DOCKERFILE}{line}\n")
-        with pytest.raises(DataError, match="Dockerfile, line 4: ENV "):
-            read(folder)
-
-
-def test_what_a_built_image_sets(tmp_path: Path) -> None:
-    """No file of the image holds it: the working directory and the variables of the Dockerfile's last stage."""
-    text = (
-        "FROM a AS base\nWORKDIR /srv\nENV TREE=/opt/tree LEVEL=2\nFROM b AS other\nENV LEVEL=9\n"
-        "FROM --platform=linux/amd64 base\nRUN make\nWORKDIR sub\nENV TREE=/new PATH=$TREE/bin:${PATH} \\\n  EMPTY=\nENV SAID two words\n"
-    )
-    folder = write_task(tmp_path / "one", dockerfile=text)
-    (tmp_path / "images.toml").write_text('one = "system"\n')
-    task = read(folder)
-    assert task.workdir == "/srv/sub"
-    assert task.env == {
-        "TREE": "/new",
-        "LEVEL": "2",
-        "PATH": "/opt/tree/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "EMPTY": "",
-        "SAID": "two words",
-    }
-    dockerfile = folder / "environment" / "Dockerfile"
-    dockerfile.write_text(text.replace("LEVEL=2", "LEVEL=3"))
-    assert read(folder).digest != task.digest
-    dockerfile.write_text(text.replace("WORKDIR sub", "WORKDIR other"))
-    assert read(folder).digest != task.digest
-    dockerfile.write_text(text + "ENV LIBRARY=/x:$LIBRARY\n")
-    with pytest.raises(DataError, match=r"Dockerfile, line 12: ENV LIBRARY .*\[environment\] env"):
         read(folder)
-    write_task(folder, TOML + '[environment.env]\nLIBRARY = "/x"\n', dockerfile=dockerfile.read_text())
-    (tmp_path / "images.toml").write_text('one = "system"\n')
-    assert read(folder).env["LIBRARY"] == "/x"
+
+
+def test_a_digest_is_of_all_that_is_seen(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "sum")
+    digests = {read(folder).digest}
+    for name, text in (
+        ("task.toml", TOML + 'env = {A = "1"}\n'),
+        ("instruction.md", "Another.\n"),
+        ("environment/more", ""),
+        ("tests/more", "1"),
+    ):
+        (folder / name).write_text(text)
+        digests.add(read(folder).digest)
+    (folder / "tests" / "more").chmod(0o755)
+    assert len(digests | {read(folder).digest}) == 6
 
 
 @pytest.mark.parametrize("name", ["environment/docker-compose.yaml", "steps", "trajectory.json", "tests/.harborignore"])
@@ -173,16 +132,6 @@ def test_files_that_are_not_read(name: str, tmp_path: Path) -> None:
     folder = write_task(tmp_path / "sum")
     (folder / name).write_text("")
     with pytest.raises(DataError, match=rf"sum/{name}"):
-        read(folder)
-
-
-def test_an_image_of_the_verifiers_own(tmp_path: Path) -> None:
-    """Harbor reads its Dockerfile for a separate verifier alone, and it is refused for that alone."""
-    folder = write_task(tmp_path / "sum")
-    (folder / "tests" / "Dockerfile").write_text("FROM debian:12\n")
-    assert len(read(folder).tests) == 2
-    (folder / "task.toml").write_text(TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"'))
-    with pytest.raises(DataError, match="tests/Dockerfile"):
         read(folder)
 
 
@@ -255,6 +204,6 @@ def test_a_run_leaves_tasks_their_time(tmp_path: Path) -> None:
     look_at([Options(**given, timeout_factor=0.4)])
     look_at([Options(**given | {"prompt_data": f"{tmp_path}/@[:1]"}, timeout_factor=1 / 3)])
     look_at([Options(**given | {"custom_generate_function_path": "own.generate"}, timeout_factor=1 / 3)])
-    write_task(tmp_path / "c", TOML.split("[verifier]")[0])
+    write_task(tmp_path / "c", TOML.replace("[verifier]\ntimeout_sec = 10.0\n[agent]\ntimeout_sec = 60.0\n", ""))
     with pytest.raises(UsageError, match="c/task.* 600 s.* 300 s"):
         look_at([Options(**given)])
