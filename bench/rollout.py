@@ -267,7 +267,7 @@ async def _real(engines: Any, server: psutil.Process, rounds: int, tokens: int) 
 
         async def own() -> None:
             body = msgspec.json.encode([groups, EACH, size, tokens])
-            async with engine.session.post(engine.at("/bench/own"), data=body) as answer:
+            async with pool.session.post(engine.at("/bench/own"), data=body, headers=engine.head) as answer:
                 assert answer.status == 200, await answer.text()
 
         async def ours() -> None:

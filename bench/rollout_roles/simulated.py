@@ -3,8 +3,7 @@ own.
 
     python -m bench.rollout_roles.simulated COUNT TOKENS        prints the ports as one JSON line; ends with its stdin
 
-Every sample gets TOKENS tokens; the samples of a group come in as many pieces as there are samples, one a turn of the
-event loop, as from an engine whose samples end one after another.
+Every sample gets TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import sys
 import msgspec
 import numpy as np
 
-from hpcrl.transport.token_frames import GENERATE, SampleAnswer, frame, read_request
+from hpcrl.transport.token_frames import GENERATE, SampleAnswer, encode, read_request
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n"
 
 
 class Engine(asyncio.Protocol):
@@ -55,19 +54,9 @@ class Engine(asyncio.Protocol):
                 + self.json
             )
             return
-        request, _ = read_request(body)
-        self.transport.write(HEAD)
-        self.piece(0, len(request.names))
-
-    def piece(self, index: int, count: int) -> None:
-        if self.transport.is_closing():
-            return
-        if index == count:
-            self.transport.write(b"0\r\n\r\n")
-            return
-        data = frame(SampleAnswer(index, "length", self.tokens, self.logprobs, [("0", 0, len(self.tokens) // 4)]))
-        self.transport.write(b"%x\r\n" % len(data) + data + b"\r\n")
-        asyncio.get_running_loop().call_soon(self.piece, index + 1, count)
+        read_request(body)
+        data = encode(SampleAnswer("length", self.tokens, self.logprobs, [("0", 0, len(self.tokens) // 4)]))
+        self.transport.write(HEAD % len(data) + data)
 
 
 def prepare(tokens: int) -> None:

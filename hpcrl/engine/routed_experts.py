@@ -138,7 +138,7 @@ class ExpertSource:
 
 
 class Experts:
-    """Those of the samples of one prompt, of `prompt` tokens."""
+    """Those of a sample, whose prompt has `prompt` tokens."""
 
     def __init__(self, source: ExpertSource, client: AsyncLLM, prompt: int) -> None:
         self._source = source
@@ -157,11 +157,10 @@ class Experts:
         found = np.ascontiguousarray(output.routed_experts[:read])
         return (found.shape[1], found.shape[2] * found.dtype.itemsize), found.tobytes()
 
-    async def forget(self, requests: list[str]) -> None:
-        """Drop the tables of requests that ended otherwise."""
+    async def forget(self, request: str) -> None:
+        """Drop the table of a request that ended otherwise."""
         if not native(self._client):
-            for request in requests:
-                await self._client.collective_rpc("hpcrl_take_experts", args=(request, 0))
+            await self._client.collective_rpc("hpcrl_take_experts", args=(request, 0))
 
 
 def native(client: AsyncLLM) -> bool:

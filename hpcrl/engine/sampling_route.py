@@ -1,20 +1,17 @@
-"""Our own route next to vLLM's (`hpcrl.transport.token_frames`): the samples of a group in one request, raw arrays as
-each of them finishes.
+"""Our own route next to vLLM's (`hpcrl.transport.token_frames`): a sample a request, raw arrays in its answer.
 
 It stands between the guard of the run's key and vLLM's application, and uses the same engine client as vLLM's own
 routes do: what is sampled, and under which weights, is up to vLLM.
 
-Invariants: every sample is a request of its own to the engine, with its own seed, so the result does not depend on what
-it is sent with; when a client disconnects, its samples are aborted; a sample that is ended early is answered with the
-tokens that it has.
+Invariants: when a client disconnects, its sample is aborted; a sample that is ended early is answered with the tokens
+that it has.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +20,7 @@ import numpy as np
 from hpcrl.engine.adapter_requests import attach_adapter
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.models.lora.serving import ENVIRONMENT
-from hpcrl.transport.token_frames import ABORT, GENERATE, SampleAnswer, frame, read_names, read_request
+from hpcrl.transport.token_frames import ABORT, GENERATE, SampleAnswer, encode, read_names, read_request
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -70,37 +67,66 @@ async def abort(client: AsyncLLM, receive: Receive, send: Send) -> None:
 
 
 async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, send: Send) -> None:
-    """Answer a GroupRequest; 400 for one that vLLM refuses, 500 if the engine is dead."""
+    """Answer a SampleRequest; 400 for one that vLLM refuses, 500 if the engine fails."""
+    from vllm.inputs import tokens_input
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
-        request, prompt = read_request(await _body(receive))
+        request = read_request(await _body(receive))
+        prompt = np.frombuffer(request.prompt, "<i4").tolist()
         params = sampling_params(request.params)
     except (ValueError, TypeError) as error:
         return await _text(send, 400, f"{type(error).__name__}: {error}")
-    queues: list[RequestOutputCollector] = []
     experts = Experts(source, client, len(prompt)) if asks_for_experts(params) else None
     try:
         if experts is not None:
             await source.open(client)
-        for name, seed in zip(request.names, request.seeds, strict=True):
-            queues.append(await _add(client, name, prompt, params, seed))
+        queue = await client.add_request(request.name, tokens_input(prompt), params)
     except EngineDeadError as error:
         return await _text(send, 500, f"the engine is dead: {error}")
     except ValueError as error:  # vLLM's refusals are ValueErrors
-        await _abort_requests(client, queues)
         return await _text(send, 400, str(error))
+    try:
+        body = await _until_gone(_answer(queue, experts), receive)
+    except Exception as error:  # noqa: BLE001  (the client is to hear of it)
+        return await _text(send, 500, f"{type(error).__name__}: {error}")
     except BaseException:
-        await _abort_requests(client, queues)
+        await _drop(client, queue, experts)
         raise
-    await send(
-        {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/octet-stream")]}
-    )
-    return await ResponseStream(client, queues, send, experts).run(receive)
+    if body is None:
+        return await _drop(client, queue, experts)
+    return await _reply(send, 200, b"application/octet-stream", body)
+
+
+async def _answer(queue: RequestOutputCollector, experts: Experts | None) -> bytes:
+    """The body of the answer, once the sample has ended."""
+    output = (await queue.get()).outputs[0]  # type: ignore[union-attr]
+    answer = answer_of(output)
+    if experts is not None:
+        answer.routing, answer.experts = await experts.table_of(queue.request_id, output)
+    return encode(answer)
+
+
+async def _until_gone(work: Coroutine[Any, Any, bytes], receive: Receive) -> bytes | None:
+    """The result of `work`; None if the client goes away before."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(receive())  # the body has come: the next message is that the client has gone
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+async def _drop(client: AsyncLLM, queue: RequestOutputCollector, experts: Experts | None) -> None:
+    await client.abort([queue.request_id], internal=True)
+    if experts is not None:
+        await experts.forget(queue.request_id)
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """vLLM's, for one answer at the end of each sample.
+    """vLLM's, for one answer at the end of the sample.
 
     Raises:
         ValueError, TypeError: if it refuses them.
@@ -113,79 +139,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     return params
 
 
-async def _add(
-    client: AsyncLLM, name: str, prompt: list[int], params: SamplingParams, seed: int | None
-) -> RequestOutputCollector:
-    from vllm.inputs import tokens_input
-
-    own = copy.copy(params)
-    own.seed = seed
-    return await client.add_request(name, tokens_input(prompt), own)
-
-
-async def _abort_requests(client: AsyncLLM, queues: list[RequestOutputCollector]) -> None:
-    if queues:
-        await client.abort([queue.request_id for queue in queues], internal=True)
-
-
-class ResponseStream:
-    """One answer on its way: frames of the samples, those that finish in one turn of the event loop in one piece."""
-
-    def __init__(
-        self, client: AsyncLLM, queues: list[RequestOutputCollector], send: Send, experts: Experts | None = None
-    ) -> None:
-        self._client = client
-        self._queues = queues
-        self._send = send
-        self._experts = experts
-        self._ready: list[bytes] = []
-        self._more = asyncio.Event()
-        self._gone = False
-
-    async def run(self, receive: Receive) -> None:
-        """Send all of them, or stop when the client has gone."""
-        waiting = [asyncio.create_task(self._wait(index)) for index in range(len(self._queues))]
-        watch = asyncio.create_task(self._watch(receive))
-        left = len(waiting)
-        try:
-            while left and not self._gone:
-                await self._more.wait()
-                self._more.clear()
-                ready = self._ready
-                self._ready = []
-                left -= len(ready)
-                if ready and not self._gone:
-                    await self._send({"type": "http.response.body", "body": b"".join(ready), "more_body": left > 0})
-        finally:
-            watch.cancel()
-            unfinished = [queue for queue, task in zip(self._queues, waiting, strict=True) if not task.done()]
-            for task in waiting:
-                task.cancel()
-            await _abort_requests(self._client, unfinished)
-            if self._experts is not None:
-                await self._experts.forget([queue.request_id for queue in unfinished])
-
-    async def _wait(self, index: int) -> None:
-        """The frame of one sample, once it has ended."""
-        try:
-            output = await self._queues[index].get()
-            answer = answer_of(index, output.outputs[0])  # type: ignore[union-attr]
-            if self._experts is not None:
-                name = self._queues[index].request_id
-                answer.routing, answer.experts = await self._experts.table_of(name, output.outputs[0])  # type: ignore[union-attr]
-        except Exception as error:  # noqa: BLE001  (the client is to hear of it)
-            answer = SampleAnswer(index, "error", error=f"{type(error).__name__}: {error}")
-        self._ready.append(frame(answer))
-        self._more.set()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._more.set()
-
-
-def answer_of(index: int, output: CompletionOutput) -> SampleAnswer:
+def answer_of(output: CompletionOutput) -> SampleAnswer:
     """A finished sample as it goes over the wire; its log-probs are those of the sampled tokens, which vLLM puts
     first."""
     logprobs: Any = output.logprobs
@@ -196,7 +150,7 @@ def answer_of(index: int, output: CompletionOutput) -> SampleAnswer:
             flat = [flat[at] for at in logprobs.start_indices]
         values = np.asarray(flat, "<f4").tobytes()
     spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
-    return SampleAnswer(index, output.finish_reason or "", np.asarray(output.token_ids, "<i4").tobytes(), values, spans)
+    return SampleAnswer(output.finish_reason or "", np.asarray(output.token_ids, "<i4").tobytes(), values, spans)
 
 
 async def _body(receive: Receive) -> bytes:
@@ -211,7 +165,10 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _text(send: Send, status: int, text: str) -> None:
-    body = text.encode()
-    head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    await _reply(send, status, b"text/plain; charset=utf-8", text.encode())
+
+
+async def _reply(send: Send, status: int, kind: bytes, body: bytes) -> None:
+    head = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from hpcrl.engine.membership.http import client_session
 from hpcrl.errors import PeerError
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.retry import Pauses, retry_async
@@ -89,8 +90,7 @@ class RemoteServer:
         """
         if self._session is None or self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
-            connector = aiohttp.TCPConnector(limit=CONNECTIONS)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self._session = client_session(self._headers, CONNECTIONS)
         timeout = aiohttp.ClientTimeout(total=seconds)
         method = "GET" if data is None else "POST"
         try:

@@ -121,4 +121,4 @@ def test_the_rollout_process_sends_nothing_out_of_turn(tmp_path: Path) -> None:
     options = Options(hf_checkpoint="m", actor_num_gpus_per_node=1, colocate=True)
     pool = EnginePool(RunDir(tmp_path), make_plan(options, local_hosts(options), "run"), options)
     with pytest.raises(OutOfTurn, match="state on the GPUs,"):
-        pool.assign_engine(1, 1)
+        pool.assign_engine("a prompt")

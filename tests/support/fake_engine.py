@@ -60,14 +60,14 @@ def partial(body: dict[str, Any], count: int) -> dict[str, Any]:
     return answer
 
 
-def in_frame(index: int, answer: dict[str, Any]) -> bytes:
+def packed(answer: dict[str, Any]) -> bytes:
     """One of vLLM's answers as our own route has it."""
     choice = answer["choices"][0]
     content = (choice["logprobs"] or {}).get("content") or []
     spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
     tokens = np.asarray(choice["token_ids"], "<i4").tobytes()
     logprobs = np.asarray([entry["logprob"] for entry in content], "<f4").tobytes()
-    return token_frames.frame(SampleAnswer(index, choice["finish_reason"], tokens, logprobs, spans))
+    return token_frames.encode(SampleAnswer(choice["finish_reason"], tokens, logprobs, spans))
 
 
 async def until_aborted(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,6 @@ class FakeEngine:
         self.key = keys
         self.healthy = True
         self.bodies: list[dict[str, Any]] = []
-        self.groups: list[int] = []  #: samples of each request on our own route
         self.in_flight = self.most_in_flight = 0
         self.version = "default"  #: what its weights are called
         self.deaf = 0  #: aborts that it takes no notice of
@@ -117,7 +116,7 @@ class FakeEngine:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
         app.router.add_post("/update_weight_version", self._name)
-        app.router.add_post(token_frames.GENERATE, self._generate_group)
+        app.router.add_post(token_frames.GENERATE, self._generate_sample)
         app.router.add_post(token_frames.ABORT, self._abort)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
@@ -186,41 +185,18 @@ class FakeEngine:
         finally:
             self.in_flight -= 1
 
-    async def _generate_group(self, request: web.Request) -> web.StreamResponse:
-        """The same for all samples of a request, each as it is done."""
+    async def _generate_sample(self, request: web.Request) -> web.StreamResponse:
+        """The same on our own route."""
         if (refused := self._refused(request)) is not None:
             return refused
-        group, prompt = token_frames.read_request(await request.read())
-        self.groups.append(len(group.names))
-        bodies = [
-            {
-                "token_ids": prompt,
-                "sampling_params": group.params | ({} if seed is None else {"seed": seed}),
-                "request_id": name,
-            }
-            for name, seed in zip(group.names, group.seeds, strict=True)
-        ]
-        stream, done = web.StreamResponse(), asyncio.Queue()
-
-        async def one(index: int, body: dict[str, Any]) -> None:
-            done.put_nowait((index, await self._answer(body)))
-
-        working = [asyncio.create_task(one(index, body)) for index, body in enumerate(bodies)]
-        try:
-            for _ in bodies:
-                index, answer = await done.get()
-                if answer is CUT:
-                    request.transport.abort()
-                    return stream
-                if isinstance(answer, web.StreamResponse):
-                    return answer
-                if not stream.prepared:
-                    await stream.prepare(request)
-                await stream.write(answer if isinstance(answer, bytes) else in_frame(index, answer))
-        finally:
-            for task in working:
-                task.cancel()
-        return stream
+        asked = token_frames.read_request(await request.read())
+        prompt = np.frombuffer(asked.prompt, "<i4").tolist()
+        answer = await self._answer({"token_ids": prompt, "sampling_params": asked.params, "request_id": asked.name})
+        if answer is CUT:
+            request.transport.abort()
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        return web.Response(body=b"" if answer is CUT else answer if isinstance(answer, bytes) else packed(answer))
 
 
 async def hang(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Small HTTP calls to an engine, with the key of the run.
+"""HTTP clients: small calls to an engine with the key of the run, from threads and event loops, and `client_session`.
 
 Every call has its own connection: vLLM closes a kept one after an error, and a stale one looks like a dead engine.
 Invariants: every call has a deadline; the key is in the header alone and in no message.
@@ -11,9 +11,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import PeerError
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
 
 TURN = "/hpcrl/turn"  #: where an engine that shares its GPUs is told whose turn it is
 #: whether it lives; vLLM answers this also while its core hangs, or is stopped
@@ -27,6 +30,7 @@ GLANCE_SECONDS = 5.0  #: where other engines and roles are waited for meanwhile
 #: in place of a status: no answer in time, no listener, and a connection that broke
 SILENT, REFUSED, BROKEN = -1, 0, -2
 _REALM = re.compile(r'Bearer realm="([0-9a-f.]{1,64})"')
+CONNECT = 10.0  #: seconds for a TCP connection
 LONGEST = 600  #: characters of an answer that go into an error
 
 
@@ -113,6 +117,23 @@ async def realm_of(address: Address, seconds: float = HEALTH_SECONDS) -> tuple[i
     return status, named[1] if named else ""
 
 
+def client_session(headers: Mapping[str, str] | None = None, connections: int = 0, idle: float = 15.0) -> ClientSession:
+    """A client for the event loop that runs; only the time until a connection is there is limited.
+
+    Args:
+        connections: at once, 0 for as many as are needed.
+        idle: seconds for which one is kept open.
+    """
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=idle),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
 async def _get(
     address: Address, path: str, seconds: float, headers: Mapping[str, str]
 ) -> tuple[int, Mapping[str, str], bytes]:
@@ -122,8 +143,8 @@ async def _get(
     timeout = aiohttp.ClientTimeout(total=seconds)
     try:
         async with (
-            aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
-            session.get(f"{address.url}{path}") as found,
+            client_session(headers) as session,
+            session.get(f"{address.url}{path}", timeout=timeout) as found,
         ):
             return found.status, found.headers, await found.read()
     except TimeoutError:

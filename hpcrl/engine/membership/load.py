@@ -1,13 +1,11 @@
 """How busy the engines are: requests in flight of each, who has fewest, and how the load went over time.
 
-Invariants: requests in flight are counted here and nowhere else; what a change or a question costs does not grow with
-the number of engines; pure but for the clock that `Loads` is given; all sums are of integers, so that nothing drifts in
-a long run.
+Invariants: requests in flight are counted here and nowhere else; pure but for the clock that `Loads` is given; all sums
+are of integers, so that nothing drifts in a long run.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 #: microseconds: an engine that has requests again within this time was busy throughout, for the timeline
@@ -38,8 +36,6 @@ class Loads:
         self._busy = busy
         self._of: dict[int, int] = {}
         self._dropped: dict[int, int] = {}  # of engines that still have some
-        self._at: defaultdict[int, dict[int, None]] = defaultdict(dict)  # load -> the engines that have it
-        self._least = 0
         #: (begin, end) of the last busy time; end None while it lasts
         self._spell: dict[int, tuple[int, int | None]] = {}
         self._working = 0  # engines with requests
@@ -60,8 +56,6 @@ class Loads:
         """One more engine, with nothing in flight."""
         self._account()
         self._of[engine] = 0
-        self._at[0][engine] = None
-        self._least = 0
 
     def drop(self, engine: int) -> None:
         """An engine that is given no more; asked for twice, the second time does nothing."""
@@ -73,7 +67,7 @@ class Loads:
             self._dropped[engine] = left
         self._account()
         self._close(engine)
-        del self._at[0][engine], self._of[engine]
+        del self._of[engine]
 
     def move(self, engine: int, by: int) -> None:
         """`by` more requests in flight (or, negative, fewer); nothing for an engine that is not there."""
@@ -87,27 +81,15 @@ class Loads:
                 del self._dropped[engine]
 
     def least(self) -> int:
-        """The engine with fewest in flight; of several, the one that has been there longest.
-
-        Raises:
-            LookupError: without any.
-        """
-        if not self._of:
-            raise LookupError("no engine")
-        while not self._at.get(self._least):
-            self._at.pop(self._least, None)
-            self._least += 1
-        return next(iter(self._at[self._least]))
+        """The engine with fewest in flight; of several, the one that has been there longest."""
+        return min(self._of, key=self._of.__getitem__)
 
     def _set(self, engine: int, load: int) -> None:
         before = self._of[engine]
         if load == before:
             return
         now = self._account()
-        del self._at[before][engine]
         self._of[engine] = load
-        self._at[load][engine] = None
-        self._least = min(self._least, load)
         self.total += load - before
         self._most = max(self._most, self.total)
         if before == 0:

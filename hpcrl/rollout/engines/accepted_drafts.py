@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hpcrl.config.options import Options
 from hpcrl.rollout.engines.concurrency_limit import metrics_text, values_of
-from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
+from hpcrl.rollout.engines.engine_pool import EnginePool
 
 #: vLLM's counters: passes in which drafts were checked, tokens drafted, tokens of them accepted
 CHECKED = "vllm:spec_decode_num_drafts_total"
@@ -61,13 +61,9 @@ class AcceptedDrafts:
         if not self._drafting:
             return {}
         engines = list(self._pool.engines)
-        found = await asyncio.gather(*map(_read_metrics, engines))
-        return {engine.number: counts for engine, counts in zip(engines, found, strict=True) if counts is not None}
-
-
-async def _read_metrics(engine: PooledEngine) -> DraftCounts | None:
-    text = await metrics_text(engine)
-    return None if text is None else counts_in(text)
+        found = await asyncio.gather(*(metrics_text(self._pool, engine) for engine in engines))
+        read = ((engine.number, counts_in(text)) for engine, text in zip(engines, found, strict=True) if text)
+        return {number: counts for number, counts in read if counts is not None}
 
 
 def counts_in(text: str) -> DraftCounts | None:

@@ -1,9 +1,8 @@
-"""A request for samples of one prompt, and what an engine answered to it, checked.
+"""A request for a sample, and what an engine answered to it, checked.
 
 Invariants: every token of a completion is within the vocabulary, has a finite log-prob where log-probs were asked for,
-and knows the policy version that it was sampled under; an engine that answers anything else is named in the error.
-Every sample asked for gets exactly one answer, a completion or an error, however often it was sent; a request is a pure
-function of its body, so sending it twice is safe.
+and knows the policy version that it was sampled under; an engine that answers anything else is named in the error.  A
+request is a pure function of its body, so sending it twice is safe.
 """
 
 from __future__ import annotations
@@ -11,23 +10,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hpcrl.errors import PeerError
 from hpcrl.models.routing import Routing
-from hpcrl.rollout.engines.engine_pool import PooledEngine
+from hpcrl.rollout.engines.engine_pool import PendingCall, PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import Sample
+from hpcrl.transport.token_frames import SampleRequest, read_answer
 from hpcrl.utils.sample_parts import ABORTED, ENDS, TRUNCATED, SampleStatus
-
-if TYPE_CHECKING:
-    from hpcrl.rollout.engines.engine_pool import PooledEngine
-
 
 CLAMPED = -9999.0  #: what vLLM writes for a log-prob that is not finite, or that it does not have
 
@@ -119,36 +114,69 @@ def completion_of(sample: Sample) -> Completion:
     )
 
 
-class ExpectedAnswer(NamedTuple):
-    """What an answer must agree with.
+_NUMBERS = itertools.count()
+
+
+@dataclass(eq=False, kw_only=True)
+class SampleCall(PendingCall):
+    """One sample that is waited for, of a prompt (int32 [n]).
 
     Attributes:
-        max_tokens: asked for.
+        partial_tokens: tokens at the end of `prompt` that are the response's own.
+        max_tokens: that may still come.
+        exact: whether the limit is the only reason for which the engine may end the response as too long (False where
+            the engine's context is not known).
         version: of the weights when it was asked for.
-        exact: whether the limit is the only reason for which the engine may end a response as too long (False where the
-            engine's context is not known).
+        name: of its own at engines.
+        over: done when it has its answer.
     """
 
-    vocab_size: int
-    logprobs: bool
+    prompt: np.ndarray
+    sampling: Sampling
+    seed: int | None
+    partial_tokens: int
     max_tokens: int
-    version: int
     exact: bool
+    version: int
+    name: str = field(default_factory=lambda: f"{os.getpid():x}-{next(_NUMBERS):x}")
+    over: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def request(self) -> SampleRequest:
+        """What an engine is sent."""
+        params = self.sampling.params(self.max_tokens, self.partial_tokens)
+        if self.seed is not None:
+            params["seed"] = self.seed
+        return SampleRequest(self.name, self.prompt.astype("<i4", copy=False).tobytes(), params)
+
+
+def read_completion(engine: PooledEngine, call: SampleCall, data: bytes, vocab_size: int) -> Completion:
+    """The completion in the body of an engine's answer, or PeerError that names the engine."""
+    try:
+        answer = read_answer(data)
+        tokens, logprobs = answer.arrays()
+    except ValueError as error:
+        raise garbage(engine, f"what is not a completion: {type(error).__name__}: {error}") from error
+    completion = check(engine, call, vocab_size, answer.reason, tokens, logprobs, answer.spans)
+    if (routing := call.sampling.routing) is None or not len(tokens):
+        return completion
+    read = len(call.prompt) + len(tokens) - 1
+    return replace(completion, experts=read_experts(engine, answer.experts, answer.routing, read, routing))
 
 
 def check(
     engine: PooledEngine,
-    wanted: ExpectedAnswer,
+    call: SampleCall,
+    vocab_size: int,
     reason: str,
     tokens: np.ndarray,
-    logprobs: np.ndarray | None,
+    logprobs: np.ndarray,
     spans: Iterable[tuple[str, int, int]],
 ) -> Completion:
     """A completion of an engine's answer, or PeerError that names the engine.
 
     Args:
         tokens: integers [n].
-        logprobs: floats [n] or None.
+        logprobs: floats [n], or none where they were not asked for.
         spans: (version, start, end) of the output, empty if it says nothing.
     """
     status, count = ENDS.get(reason), len(tokens)
@@ -156,30 +184,28 @@ def check(
         raise garbage(engine, f"what is not a completion: it ended for the reason {reason!r}")
     if not count and status != ABORTED:
         raise garbage(engine, "a completion without tokens")
-    if count > wanted.max_tokens:
-        raise garbage(engine, f"{count} tokens, where {wanted.max_tokens} at most were asked for")
-    if status == TRUNCATED and wanted.exact and count < wanted.max_tokens:
-        raise garbage(engine, f"{count} tokens as the longest response, where {wanted.max_tokens} were asked for")
-    if count and not 0 <= tokens.min() <= tokens.max() < wanted.vocab_size:
-        bad = int(tokens[(tokens < 0) | (tokens >= wanted.vocab_size)][0])
-        raise garbage(engine, f"token id {bad}, outside the model's vocabulary of {wanted.vocab_size}")
-    if not wanted.logprobs or not count:
+    if count > call.max_tokens:
+        raise garbage(engine, f"{count} tokens, where {call.max_tokens} at most were asked for")
+    if status == TRUNCATED and call.exact and count < call.max_tokens:
+        raise garbage(engine, f"{count} tokens as the longest response, where {call.max_tokens} were asked for")
+    if count and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        bad = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
+        raise garbage(engine, f"token id {bad}, outside the model's vocabulary of {vocab_size}")
+    if not call.sampling.logprobs or not count:
         logprobs = np.zeros(count, np.float32)
-    elif logprobs is None or len(logprobs) != count:
+    elif len(logprobs) != count:
         raise garbage(engine, f"log-probs that are not those of its {count} tokens")
     elif not CLAMPED < logprobs.min() <= logprobs.max() < -CLAMPED:  # with a NaN both are
         at = int((np.abs(logprobs) < -CLAMPED).argmin())
         raise garbage(engine, f"log-prob {logprobs[at]} for token {tokens[at]} at position {at}: it is not finite")
-    versions = _versions(engine, count, spans, wanted)
+    versions = _versions(engine, count, spans, call.version)
     return Completion(tokens.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False), versions, status)
 
 
-def _versions(
-    engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, int]], wanted: ExpectedAnswer
-) -> np.ndarray:
+def _versions(engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, int]], version: int) -> np.ndarray:
     """The version of every token: as the engine says, or else the one that the call was made under."""
     versions, position = np.empty(count, np.int32), 0
-    versions.fill(wanted.version)
+    versions.fill(version)
     for name, start, end in spans:
         if not (name.isascii() and name.isdecimal()):
             raise garbage(engine, f"tokens of weights called {name!r}, which are none that the trainer sent")
@@ -211,79 +237,3 @@ def read_experts(
 def garbage(engine: PooledEngine, what: str) -> PeerError:
     """The error for an answer that is none."""
     return PeerError(f"{engine} answered {what}", f"see {engine.log}")
-
-
-# ---- what is asked
-
-_NUMBERS = itertools.count()
-
-
-@dataclass(eq=False)
-class SampleCall:
-    """One sample that is waited for.
-
-    Attributes:
-        ident: its name at engines.
-        engine, request: that it was sent to, and with, last.
-        in_flight: whether it is in flight there.
-        ended: an abort was requested.
-    """
-
-    seed: int | None
-    answer: asyncio.Future[Completion]
-    ident: str = field(default_factory=lambda: f"{os.getpid():x}-{next(_NUMBERS):x}")
-    engine: PooledEngine | None = None
-    request: PromptRequest | None = None
-    in_flight: bool = False
-    ended: bool = False
-
-
-@dataclass(eq=False)
-class PromptRequest:
-    """Samples of one prompt (int32 [n]) under one way of sampling.
-
-    Attributes:
-        partial_tokens: tokens at the end of `prompt` that are the response's own.
-        max_tokens: that may still come.
-        exact: whether nothing else bounds the response.
-        tries: how often it was sent before.
-        task: that serves it.
-    """
-
-    prompt: np.ndarray
-    sampling: Sampling
-    partial_tokens: int
-    max_tokens: int
-    exact: bool
-    version: int
-    affinity: str | None
-    calls: list[SampleCall]
-    tries: int = 0
-    task: asyncio.Task[None] | None = None
-
-    def part(self, calls: list[SampleCall], tries: int | None = None) -> PromptRequest:
-        """The same, for some of its calls."""
-        tries = self.tries if tries is None else tries
-        return PromptRequest(
-            self.prompt,
-            self.sampling,
-            self.partial_tokens,
-            self.max_tokens,
-            self.exact,
-            self.version,
-            self.affinity,
-            calls,
-            tries,
-        )
-
-    def open(self) -> list[SampleCall]:
-        """The calls that still wait for an answer."""
-        return [call for call in self.calls if not call.answer.done()]
-
-
-#: what a route does with each answer
-Deliver = Callable[[SampleCall, Completion], None]
-
-
-class PassingTrouble(Exception):
-    """A request failed in a way that says nothing about the request: it may be sent again."""

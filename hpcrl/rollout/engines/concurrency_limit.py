@@ -93,19 +93,16 @@ def parse(text: str) -> EngineMetrics | None:
 async def read_metrics(pool: EnginePool) -> list[EngineMetrics]:
     """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong
     there."""
-    found = await asyncio.gather(*(_read_metrics(engine) for engine in pool.engines))
-    return [reading for reading in found if reading is not None]
+    found = await asyncio.gather(*(metrics_text(pool, engine) for engine in pool.engines))
+    readings = (parse(text) for text in found if text is not None)
+    return [reading for reading in readings if reading is not None]
 
 
-async def _read_metrics(engine: PooledEngine) -> EngineMetrics | None:
-    text = await metrics_text(engine)
-    return None if text is None else parse(text)
-
-
-async def metrics_text(engine: PooledEngine) -> str | None:
+async def metrics_text(pool: EnginePool, engine: PooledEngine) -> str | None:
     """What an engine says of itself, Prometheus' text; None if it does not within SECONDS."""
+    timeout = aiohttp.ClientTimeout(total=SECONDS)
     try:
-        async with engine.session.get(engine.at(PATH), timeout=aiohttp.ClientTimeout(total=SECONDS)) as answer:
+        async with pool.session.get(engine.at(PATH), headers=engine.head, timeout=timeout) as answer:
             return await answer.text() if answer.status == 200 else None
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None

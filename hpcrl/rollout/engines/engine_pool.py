@@ -1,22 +1,21 @@
 """The engines, seen from the rollout process: HTTP servers that answer generation requests.
 
 Invariants: no engine ever has more than --rollout-server-concurrency samples in flight, and none but those that the
-registry calls serving get any; what it costs to find an engine does not grow with their number; every wait has a
-deadline that names the engine and its host.
+registry calls serving get any; every wait has a deadline that names the engine and its host.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import aiohttp
 from yarl import URL
 
 from hpcrl.config.options import Options
-from hpcrl.engine.membership.http import GLANCE_SECONDS, Address, answer
+from hpcrl.engine.membership.http import GLANCE_SECONDS, Address, answer, client_session
 from hpcrl.engine.membership.load import Loads
 from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import DeadlineError, PeerError
@@ -30,14 +29,12 @@ from hpcrl.transport.auth import http_key
 from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.colocation import TRAINERS_TURN, Event, HandOver, OutOfTurn
 
-CONNECT = 10.0  #: seconds for a TCP connection
+_OCTETS = {"Content-Type": "application/octet-stream"}
 DRAIN = 10.0  #: seconds that requests which were ended with their rollout may take before the engines sleep
 HOMES = 65536  #: keys whose engine is remembered
-#: a key stays where it is until its engine has so many more in flight than the least loaded
-SLACK = 10
+#: a key stays where it is until its engine has so many more in flight than the least loaded, and times as many
+SLACK = 8
 RATIO = 1.2
-WHOLE = 8  #: so many samples of a group are never cut into parts: an engine computes them nearly as fast as one
-PARTS = 8  #: an engine without room for all of a group is given a part of it if it has this share of its limit free
 
 
 @dataclass(eq=False)
@@ -45,18 +42,19 @@ class PooledEngine:
     """One engine in one of its incarnations: where it is, and how busy.
 
     Attributes:
+        head: headers of a request to it, with its key.
         number: ours alone.
     """
 
     index: int
     host: str
     address: Address
-    session: aiohttp.ClientSession
     log: str
     loads: Loads
     model_len: int | None = None
     incarnation: int = 0
     number: int = 0
+    head: dict[str, str] = field(default_factory=dict, repr=False)
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _urls: dict[str, URL] = field(default_factory=dict)
 
@@ -75,14 +73,29 @@ class PooledEngine:
         return f"engine-{self.index} on {self.host}"
 
 
+@dataclass(eq=False, kw_only=True)
+class PendingCall:
+    """What waits for an engine, or is in flight at one.
+
+    Attributes:
+        affinity: calls that share it go to one engine.
+        engine: that has it in flight.
+        ended: an abort was requested.
+        waiting: for an engine, to which an abort puts an end.
+    """
+
+    affinity: Hashable
+    engine: PooledEngine | None = None
+    ended: bool = False
+    waiting: asyncio.Future[PooledEngine | None] | None = None
+
+
 class EnginePool:
     """All engines of the run, and which of them is asked next.
 
-    A group goes whole to the least loaded engine, where its prompt is computed once, as long as it is no more than an
-    engine's fair share of what is in flight and waiting, or than WHOLE; else it is cut into parts of that size.  So
-    engines differ by one group at most.  What brings an affinity key (a conversation, whose earlier turns lie in one
-    engine's prefix cache) goes where that key went before, until that engine has both SLACK and RATIO more in flight
-    than the least loaded, is full, or dies; then the key moves.
+    What shares an affinity key (a group, whose prompt lies in one engine's prefix cache, or a conversation with its
+    earlier turns) goes where that key went before, until that engine has both SLACK and RATIO more in flight than the
+    least loaded, is full, or dies; then the key moves to the least loaded.
     """
 
     def __init__(
@@ -109,17 +122,17 @@ class EnginePool:
             timeline.add(GENERATE, begin, end, engine=self._indexes[number])
 
         self.loads = Loads(self._limit, timeline.now, busy)
-        self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
+        self._homes: OrderedDict[Hashable, PooledEngine] = OrderedDict()
+        self._waiting: deque[PendingCall] = deque()
         self._connecting = asyncio.Lock()
         self._reports = EngineReports(rundir)
-        self._clients: list[aiohttp.ClientSession] = []  # one for each incarnation of an engine
+        self._session: aiohttp.ClientSession | None = None
         self._count = 0
         self.registry = Registry(options.engine_restarts, trusting=True) if registry is None else registry
         for index, place in enumerate(plan.engines):
             self.registry.expect(index, place.host)
         for number, address in enumerate(plan.external):
             self.registry.expect(len(plan.engines) + number, address)
-        self.changed: Callable[[], None] = lambda: None  #: called when requests that wait may have a place to go
         self.engines: list[PooledEngine] = []  #: those that are given requests
         self._by_number: dict[int, PooledEngine] = {}
         self._parting: list[PooledEngine] = []  # those that are given none any more, and may still have some
@@ -130,8 +143,15 @@ class EnginePool:
 
     async def close(self) -> None:
         """Drop every connection; the engines drop what was asked for on them."""
-        for client in self._clients:
-            await client.close()
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Connections to the engines, as many as are needed, kept open for IDLE seconds."""
+        if self._session is None:
+            self._session = client_session(idle=IDLE)
+        return self._session
 
     async def connect(self) -> None:
         """Wait until every engine of the plan has come up once, and one serves.
@@ -188,7 +208,7 @@ class EnginePool:
             self._welcome(self.engine(index))
         self.engines.sort(key=lambda e: e.index)
         self.model_len = min((e.model_len for e in self.engines if e.model_len), default=self.model_len)
-        self.changed()
+        self._serve_waiting()
 
     def requests(self, index: int) -> int:
         """How many requests this engine has in flight, those of an earlier incarnation of it included."""
@@ -205,17 +225,16 @@ class EnginePool:
         member = self.registry.members[index]
         assert member.address is not None
         self._count = self._count + 1
-        self._clients.append(_session(member.address))
         return PooledEngine(
             index,
             member.host,
             member.address,
-            self._clients[-1],
             self._log(index),
             self.loads,
             member.model_len,
             member.incarnation,
             self._count,
+            _OCTETS | {"Authorization": f"Bearer {member.address.key}"},
         )
 
     def _log(self, index: int) -> str:
@@ -242,15 +261,46 @@ class EnginePool:
 
     # ---- who is next
 
-    def assign_engine(self, count: int, waiting: int, affinity: str | None = None) -> tuple[PooledEngine, int] | None:
-        """An engine and how many of `count` samples of one group it has been given; None while all are full, or none
-        serves.
-
-        Args:
-            waiting: samples that wait for an engine, these included.
+    async def take(self, call: PendingCall) -> PooledEngine | None:
+        """An engine that has room for a sample, which is in flight there until `give_back`; None if the call is ended
+        before there is one.  Who asks first is served first.
 
         Raises:
             PeerError: if none will ever serve, or it is the trainer's turn.
+        """
+        if call.ended:
+            return None
+        if not self._waiting and (engine := self.assign_engine(call.affinity)) is not None:
+            return engine
+        found = call.waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(call)
+        self._serve_waiting()
+        try:
+            return await found
+        except asyncio.CancelledError:  # it may have come just behind an engine
+            if not found.cancelled() and found.exception() is None and (engine := found.result()) is not None:
+                self.give_back(engine)
+            raise
+
+    def _serve_waiting(self) -> None:
+        """Give those that wait, in order, to engines that have room."""
+        while self._waiting:
+            call = self._waiting[0]
+            assert call.waiting is not None
+            if not call.waiting.done():
+                try:
+                    if (engine := self.assign_engine(call.affinity)) is None:
+                        return
+                    call.waiting.set_result(engine)
+                except PeerError as error:  # no engine will ever serve: no other need wait for one
+                    call.waiting.set_exception(error)
+            self._waiting.popleft()
+
+    def assign_engine(self, affinity: Hashable) -> PooledEngine | None:
+        """The engine for a sample, which is counted there from now on; None while all are full, or none serves.
+
+        Raises:
+            PeerError: as `take`.
         """
         if self.turns is not None and not self.turns.answers:
             raise OutOfTurn(f"a request out of turn: {self.turns.at}", "ask while a rollout or an evaluation is made")
@@ -258,32 +308,25 @@ class EnginePool:
             if why := self.registry.hopeless():
                 raise PeerError(why, f"see {self._log(max(self.registry.members, default=0))}")
             return None
-        share = -(-(self.loads.total + waiting) // len(self.loads))
-        wanted = min(count, max(share, WHOLE), self._limit)
-        engine = self._home(affinity, wanted) or self._by_number[self.loads.least()]
-        room = self._limit - engine.in_flight
-        if room < min(wanted, max(1, self._limit // PARTS)):
+        first = self._by_number[self.loads.least()]
+        least = first.in_flight
+        if least >= self._limit:
             return None
-        if affinity is not None:
-            self._homes[affinity] = engine
-            if len(self._homes) > HOMES:
-                self._homes.popitem(last=False)
-        given = min(wanted, room)
-        self._move(engine, given)
-        return engine, given
-
-    def _home(self, affinity: str | None, wanted: int) -> PooledEngine | None:
-        """The engine of `affinity`, if it is alive, has room, and is not much busier than the least loaded."""
-        if affinity is None or (engine := self._homes.get(affinity)) is None or engine.number not in self.loads:
-            return None
+        engine = self._homes.get(affinity, first)
+        busy = engine.in_flight >= max(least + SLACK, RATIO * least)
+        if busy or engine.number not in self.loads or engine.in_flight >= self._limit:
+            engine = first
+        self._homes[affinity] = engine
         self._homes.move_to_end(affinity)
-        least = self.loads[self.loads.least()]
-        busy = engine.in_flight > least + SLACK and engine.in_flight > RATIO * least
-        return None if busy or engine.in_flight + wanted > self._limit else engine
+        if len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+        self._move(engine, 1)
+        return engine
 
-    def give_back(self, engine: PooledEngine, count: int = 1) -> None:
-        """`count` samples are in flight there no more."""
-        self._move(engine, -count)
+    def give_back(self, engine: PooledEngine) -> None:
+        """A sample is in flight there no more."""
+        self._move(engine, -1)
+        self._serve_waiting()
 
     def _move(self, engine: PooledEngine, by: int) -> None:
         if self.turns is not None:
@@ -298,13 +341,3 @@ class EnginePool:
             self.registry.suspect(engine.index, engine.incarnation, f"died ({trouble})")
             self.refresh()
         say(f"{engine} died ({trouble})")
-
-
-def _session(address: Address) -> aiohttp.ClientSession:
-    """Connections to an engine, as many as are needed, kept open for IDLE seconds; only they know its key."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
-        headers={"Authorization": f"Bearer {address.key}"},
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )

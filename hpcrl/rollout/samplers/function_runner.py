@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from hpcrl.config.custom_functions import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, option_text
+from hpcrl.engine.membership.http import client_session
 from hpcrl.errors import UsageError
 from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
@@ -112,9 +112,7 @@ class FunctionRunner:
         self._tokenizer = load_tokenizer(self._options.hf_checkpoint)
         self._told = takes(self._function, "evaluation")
         self._args = Arguments(self._options)
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
-        )
+        self._http = client_session()
 
     def shares(self, call: CustomCall) -> bool:
         return True

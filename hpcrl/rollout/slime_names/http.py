@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from hpcrl.engine.membership.http import client_session
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.retry import Pauses, retry_async
 
@@ -127,9 +128,7 @@ def init_http_client(args: Any) -> None:
 async def _request(url: str, action: str, payload: Any, headers: Mapping[str, str] | None) -> Any:
     loop = asyncio.get_running_loop()
     if loop not in _sessions or _sessions[loop].closed:
-        _sessions[loop] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
-        )
+        _sessions[loop] = client_session()
     body = {} if action == "get" else {"json": {} if payload is None else payload}
     async with _sessions[loop].request(action, url, headers=headers, **body) as answer:
         if answer.status >= 400:

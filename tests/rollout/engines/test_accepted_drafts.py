@@ -30,7 +30,7 @@ def test_a_share_is_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is silent at either end, or came meanwhile, counts nothing; without drafts there is no number."""
     said: dict[int, str | None] = {}
 
-    async def text(engine: Any) -> str | None:
+    async def text(_: Any, engine: Any) -> str | None:
         return said[engine.number]
 
     monkeypatch.setattr(accepted_drafts, "metrics_text", text)
