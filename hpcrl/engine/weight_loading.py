@@ -109,7 +109,6 @@ class Receiver(WeightTransferEngine):
     account: UpdateChecklist | None = None
     loading = False  #: the model is taken apart for loading
     mixed = False  #: the model holds tensors of two versions
-    unfinished = False  #: the model holds all new tensors, but still goes by the old version
     _of_drafts: Holdings | None = None
     _kernels: Kernels
     _loaded: set[str]
@@ -189,7 +188,6 @@ class Receiver(WeightTransferEngine):
         if self.account is not None:
             self.put_back()
             raise UpdateRejected("the update was finished before its last tensor had come")
-        self.unfinished = False
 
     def load(self, weights: Pairs, last: bool) -> None:
         """Give admitted tensors to vLLM's loaders; they must stay as they are until the last ones are loaded."""
@@ -208,7 +206,6 @@ class Receiver(WeightTransferEngine):
                 raise UpdateRejected(f"vLLM left {len(left)} parameters as they were, the first is {left[0]}")
             self._put_together()
             self.mixed = False
-            self.unfinished = True
             self.account = None
 
     def _load_adapter(self, slot: AdapterSlot, weights: Pairs, last: bool) -> None:
@@ -218,7 +215,6 @@ class Receiver(WeightTransferEngine):
         slot.load(weights)
         if last:
             self.mixed = False
-            self.unfinished = True
             self.account = None
 
     def _take_apart(self) -> None:

@@ -156,19 +156,14 @@ class WorkerExtension:
         """On a CPU: what vLLM's sleep of `level` would free on a GPU; by how many bytes we shrank."""
         return give_back(self.model_runner.model, self.model_runner.kv_caches, level)
 
-    def hpcrl_abandon(self) -> dict[str, Any]:
-        """Give up an update that was started and not finished; tells whether the model is mixed between two versions.
-
-        A model that has all new tensors under the old version counts as mixed too: its samples would carry the wrong
-        version.
-        """
+    def hpcrl_abandon(self) -> dict[str, str]:
+        """Give up an update that was started and not finished."""
         self._hpcrl_leave()
         engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
             engine.put_back()
-        mixed = engine.mixed or engine.unfinished
         self._weight_update_active = False
-        return {"worker": self._hpcrl_name, "mixed": mixed}
+        return {"worker": self._hpcrl_name}
 
     def hpcrl_hold(self, what: str) -> None:
         """From now on updates bring the base, without an adapter, or the adapter."""

@@ -107,7 +107,7 @@ class PolicyRollouts:
                 self.options, self.store, context.rundir, self.generator
             )
         methods = (self.start_run, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
-        methods += (membership.engines, membership.engines_updated, membership.engines_lost)
+        methods += (membership.engines, membership.engines_updated)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._next: int | None = None  # the rollout that the trainer asks for next; None before `start_run`

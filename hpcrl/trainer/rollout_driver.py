@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLost
+from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.engine.membership.http import Address
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import DeadlineError, HpcrlError
@@ -96,14 +96,8 @@ class RolloutDriver:
             fleet = EngineBroadcast(
                 self.context.rundir, [Engine.at(address, index, incarnation)], self.options.update_timeout
             )
-            try:
-                fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
-            except EngineLost as error:
-                if self.options.engine_restarts == 0:
-                    raise
-                self.client.call("engines_lost", engines=[[index, incarnation, str(error)]])
-            else:
-                self.client.call("engines_updated", engines=[[index, incarnation]], version=0, alone=True)
+            fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
+            self.client.call("engines_updated", engines=[[index, incarnation]], version=0, alone=True)
 
     def run(self) -> None:
         """All rollouts, or up to where the run is asked to stop."""

@@ -37,8 +37,6 @@ Written = Callable[[Path, EngineBroadcast], None]  #: is told of each directory 
 class DiskUpdate:
     """One directory an update; `bytes` counts those of the last one."""
 
-    current = False  #: never of what has changed
-
     def __init__(
         self,
         fleet: EngineBroadcast,

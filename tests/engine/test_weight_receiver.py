@@ -68,7 +68,7 @@ class Engine:
     mixed = unfinished = False
     parallel_config = SimpleNamespace(data_parallel_index=0)
 
-    def take_pieces(self, reader, changes):
+    def take_pieces(self, reader):
         seen.append(get_current_vllm_config() is config)
 
     def put_back(self):

@@ -229,8 +229,12 @@ def connected(engines: Engines, options: Options | None = None) -> WeightSender:
     """A sender of whole tensors to all of them."""
     options = (options or engines.options).model_copy(update={"weight_update": "gathered"})
     sender = WeightSender(engines.rundir, "127.0.0.1", options, is_driver=True)
-    sender.connect([Engine.at(engines.address(i), i) for i in range(len(engines.processes))])
+    sender.connect(members(engines))
     return sender
+
+
+def members(engines: Engines) -> list[Engine]:
+    return [Engine.at(engines.address(i), i) for i in range(len(engines.processes))]
 
 
 class Side:
@@ -240,10 +244,12 @@ class Side:
         self.engines = engines
         self.reference = Reference(model)
         self.sender = connected(engines)
+        self.members = members(engines)
         self.version = 0
 
     def push(self, pairs: Pairs) -> dict[str, float]:
         self.version += 1
+        self.sender.connect(self.members)  # again after an update that failed, as the next attempt does
         return self.sender.publish(WholeTensors(pairs), self.version)
 
     def step(self) -> dict[str, float]:

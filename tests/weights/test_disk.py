@@ -118,7 +118,6 @@ def test_engine_refuses_damage(nursery: Nursery, tmp_path: Path, monkeypatch: py
     for _ in range(2):
         side.step()
         assert side.distance() <= CLOSE
-    old = side.reference.pairs()
     send = DiskUpdate.send
 
     def damaged(self: DiskUpdate) -> None:
@@ -133,8 +132,6 @@ def test_engine_refuses_damage(nursery: Nursery, tmp_path: Path, monkeypatch: py
     with pytest.raises(PeerError, match="bytes than were written"):
         side.step()
     monkeypatch.undo()
-    side.reference.back_to(old)
-    assert side.distance() <= CLOSE, "the old weights are in place, and the engine was resumed"
     side.step()
     assert side.distance() <= CLOSE
     side.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.engine.membership.broadcast import EngineLate, EngineLost
+from hpcrl.engine.membership.broadcast import EngineLost
 from hpcrl.engine.membership.registry import Engine, Registry
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir
@@ -44,17 +44,12 @@ class Desk:
         who = [(index, incarnation) for index, incarnation in engines]
         (self.registry.joined if alone else self.registry.updated)(who, version)
 
-    def engines_lost(self, engines: list[list[Any]]) -> None:
-        for index, incarnation, why in engines:
-            self.registry.lost(index, incarnation, why)
-
 
 class Sender:
     """In place of a WeightSender: notes what each engine holds; `end(engines, tensor)` may raise in the middle."""
 
-    def __init__(self, end: Callable[[tuple[Engine, ...], int], None] = lambda *_: None, may_lose: bool = True) -> None:
+    def __init__(self, end: Callable[[tuple[Engine, ...], int], None] = lambda *_: None) -> None:
         self.end = end
-        self.may_lose = may_lose
         self.held: dict[tuple[int, int], int] = {}
         self.tries: list[list[int]] = []
 
@@ -121,55 +116,48 @@ def engines(count: int, up: bool = True, limit: int = 2) -> Registry:
 
 
 def test_engine_death_during_an_update(tmp_path: Path) -> None:
-    """An update in which an engine dies completes for the others."""
+    """It ends the attempt; one that ends between updates comes back, and gets its own."""
 
     def dies(there: tuple[Engine, ...], number: int) -> None:
-        if number == 3 and len(there) == 3:
-            raise EngineLost("engine-1 died", [there[1]])
-        if number == 1 and len(there) == 2:
-            raise EngineLate("engine-2 is late", "", there[1])
+        if number == 3:
+            raise EngineLost("engine-1 died")
 
-    registry, sender = engines(3), Sender(dies)
+    registry, sender = engines(3), Sender()
     made, export = updates(tmp_path, sender, registry)
     assert made.publish(export, 7) == {"perf/update_weights_time": 1.0}
-    assert sender.tries == [[0, 1, 2], [0, 2], [0]] and sender.held == {(0, 0): 7}
-    assert export.begun == export.ended == 3, "the other ranks are let go after each try"
-    assert [m.state for m in registry.members.values()] == ["serving", "suspect", "suspect"] and registry.published == 7
     registry.ended(1, 0, "died", True)
     registry.up(1, 1)
-    registry.well(2, 0)
-    sender.end = lambda *_: None
-    assert made.join(export, 7) and sender.tries[-1] == [1, 2]
+    assert made.join(export, 7) and sender.tries == [[0, 1, 2], [1]]
     assert [m.state for m in registry.members.values()] == ["serving"] * 3
-    assert made.join(export, 7) == {} and len(sender.tries) == 4, "nobody waits: nothing is sent"
+    assert made.join(export, 7) == {} and len(sender.tries) == 2, "nobody waits: nothing is sent"
+    sender.end = dies
+    with pytest.raises(PeerError, match="engine-1 died"):
+        made.publish(export, 8)
+    assert export.begun == export.ended == 3, "the other ranks are let go after each"
+    assert registry.published == 7
 
 
 def test_engines_have_the_base_before_an_adapter(tmp_path: Path) -> None:
-    """One that joins gets the weights under its adapter before that; one that dies meanwhile is left out."""
+    """One that joins gets the weights under its adapter before that."""
     sent: list[tuple[str, list[int]]] = []
 
     class Named(Sender):
         def __init__(self, name: str) -> None:
             super().__init__(self.note)
             self.name = name
-            self.dies = -1
 
         def note(self, there: tuple[Engine, ...], number: int) -> None:
             if number == 0:
                 sent.append((self.name, [engine.index for engine in there]))
-            if self.dies in [engine.index for engine in there]:
-                raise EngineLost("died", [engine for engine in there if engine.index == self.dies])
 
     registry, sender, base = engines(2), Named("adapter"), Named("base")
     export, left = Export(), list[bool]()
     first = FirstUpdate(base, export, lambda: left.append(True))  # type: ignore[arg-type]
     made, _ = updates(tmp_path, sender, registry, first=first)
-    base.dies = 1
     made.publish(export, 0)
-    assert sent == [("base", [0, 1]), ("base", [0]), ("adapter", [0])] and left == [True, True]
+    assert sent == [("base", [0, 1]), ("adapter", [0, 1])] and left == [True]
     registry.ended(1, 0, "died", True)
     registry.up(1, 1)
-    base.dies = -1
     sent.clear()
     made.join(export, 0)
     assert sent == [("base", [1]), ("adapter", [1])]
@@ -189,17 +177,6 @@ def test_update_without_engines(tmp_path: Path) -> None:
     registry.up(0, 1)
     made.join(export, 1)
     assert sender.held == {(0, 0): 0, (0, 1): 1} and registry.serving()
-
-
-def test_engine_end_without_restarts(tmp_path: Path) -> None:
-    """Without restarts the end of an engine is an error."""
-
-    def dies(there: tuple[Engine, ...], number: int) -> None:
-        raise EngineLost("engine-1 died", [there[1]])
-
-    made, export = updates(tmp_path, Sender(dies, may_lose=False), engines(2, limit=0))
-    with pytest.raises(PeerError, match="engine-1 died"):
-        made.publish(export, 0)
 
 
 def test_all_engines_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,14 +205,7 @@ def holds_what_was_published(tmp_path: Path, seed: int) -> None:
         if chance.random() < 0.7:
             registry.up(index, lives[index])
 
-    def ends(there: tuple[Engine, ...], number: int) -> None:
-        if chance.random() < 0.05:
-            engine = chance.choice(there)
-            if chance.random() < 0.8:
-                die(engine.index)
-            raise EngineLost("gone", [engine])
-
-    sender = Sender(ends)
+    sender = Sender()
     made, export = updates(tmp_path, sender, registry)
     for version in range(8):
         made.publish(export, version)
@@ -250,6 +220,4 @@ def holds_what_was_published(tmp_path: Path, seed: int) -> None:
             made.join(export, version)
             for m in registry.serving():
                 assert sender.held[m.index, m.incarnation] == version == m.version, seed
-        for m in registry.members.values():
-            m.failed_updates = 0
     assert export.begun == export.ended, seed

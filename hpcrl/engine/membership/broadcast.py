@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, NoReturn
 
 from hpcrl.engine.membership.http import GLANCE_SECONDS, HEALTH, SILENT, Address, HttpError, request_json, status
 from hpcrl.engine.membership.registry import Engine
@@ -27,19 +27,7 @@ LAST_WORDS = 8.0  #: seconds that a dead engine's own supervisor may take to rec
 
 
 class EngineLost(PeerError):
-    """Engines have died; the others may continue."""
-
-    def __init__(self, what: str, engines: Sequence[Engine]) -> None:
-        super().__init__(what)
-        self.engines = tuple(engines)
-
-
-class EngineLate(DeadlineError):
-    """An engine has not answered in time."""
-
-    def __init__(self, what: str, hint: str, engine: Engine) -> None:
-        super().__init__(what, hint)
-        self.engine = engine
+    """An engine has died."""
 
 
 class EngineBroadcast:
@@ -58,6 +46,37 @@ class EngineBroadcast:
         """Call a method of all workers of all engines; [engine][worker] -> what it returned."""
         answers = self.post(phase, "/collective_rpc", {"method": method, "args": list(args)}, seconds)
         return [answer["results"] for answer in answers]
+
+    def name_dead(self, phase: str, seconds: float) -> None:
+        """Raise EngineLost if an engine is seen to be dead within `seconds`: a server takes a moment to know that its
+        core is."""
+        deadline = Deadline(seconds)
+        while not deadline.over:
+            for engine in self.engines:
+                self.check_alive(engine, phase)
+            time.sleep(0.2)
+
+    def check_alive(self, engine: Engine, phase: str) -> None:
+        """Raise EngineLost if an engine answers that it is not well, or nothing listens there."""
+        found = status(engine.address, seconds=GLANCE_SECONDS)
+        if found not in (200, SILENT):  # slow is not dead
+            answer = f"{HEALTH} answers {found}" if found > 0 else "there is no listener"
+            self.raise_lost(engine, phase, f"{engine} died during {phase}: {answer}")
+
+    def raise_lost(self, engine: Engine, phase: str, message: str) -> NoReturn:
+        """Raise EngineLost, with the reason that the engine's own supervisor records, if it does so in time."""
+        until = Deadline(LAST_WORDS)
+        while not until.over:
+            self.listen(phase)
+            if end := end_of(self.rundir, engine.index, engine.incarnation):
+                raise EngineLost(f"{end.why} (noticed during {phase})")
+            time.sleep(0.1)
+        raise EngineLost(message)
+
+    def listen(self, phase: str) -> None:
+        """Raise if some role of the run has recorded its failure."""
+        if found := self.rundir.failure():
+            raise PeerError(f"{found} (noticed during {phase})")
 
     def post_all(self, phase: str, path: str, bodies: Sequence[Any], seconds: float | None = None) -> PendingCalls:
         """Start one POST to each engine, bodies in order of the engines, and return at once."""
@@ -113,43 +132,22 @@ class PendingCalls:
             raise self._late(late[0])
         if late and now > self.next_glance:
             self.next_glance = now + GLANCE
-            self._listen()
+            self.fleet.listen(self.phase)
             for engine in late:
-                self._check_alive(engine)
-
-    def _check_alive(self, engine: Engine) -> None:
-        found = status(engine.address, seconds=GLANCE_SECONDS)
-        if found not in (200, SILENT):  # slow is not dead
-            answer = f"{HEALTH} answers {found}" if found > 0 else "there is no listener"
-            self._raise_lost(engine, f"{engine} died during {self.phase}: {answer}")
+                self.fleet.check_alive(engine, self.phase)
 
     def _raise(self, engine: Engine, error: BaseException) -> None:
         if isinstance(error, HttpError) and error.status is None:
             if isinstance(error.__cause__, TimeoutError):
                 raise self._late(engine) from error
-            self._raise_lost(engine, f"{engine} died during {self.phase}: {error}")
+            self.fleet.raise_lost(engine, self.phase, f"{engine} died during {self.phase}: {error}")
         if isinstance(error, HttpError) and (error.status or 0) >= 500:
-            self._check_alive(engine)  # what fails there may have failed because its core is dead
+            self.fleet.check_alive(engine, self.phase)  # what fails there may have failed because its core is dead
         raise PeerError(f"{engine}: {self.phase} failed: {error}") from error
 
-    def _late(self, engine: Engine) -> EngineLate:
+    def _late(self, engine: Engine) -> DeadlineError:
         what = f"{engine}: {self.phase} did not end within {self.limit:.0f} s"
-        return EngineLate(what, "see its log, or raise --update-timeout", engine)
-
-    def _raise_lost(self, engine: Engine, message: str) -> None:
-        """Raise EngineLost, with the reason that the engine's own supervisor records, if it does so in time."""
-        until = Deadline(LAST_WORDS)
-        while not until.over:
-            self._listen()
-            if end := end_of(self.fleet.rundir, engine.index, engine.incarnation):
-                raise EngineLost(f"{end.why} (noticed during {self.phase})", [engine])
-            time.sleep(0.1)
-        raise EngineLost(message, [engine])
-
-    def _listen(self) -> None:
-        """Raise if some role of the run has recorded its failure."""
-        if found := self.fleet.rundir.failure():
-            raise PeerError(f"{found} (noticed during {self.phase})")
+        return DeadlineError(what, "see its log, or raise --update-timeout")
 
 
 def _start(address: Address, path: str, body: Any, seconds: float) -> Future[Any]:

@@ -26,8 +26,6 @@ from typing import Literal
 from hpcrl.engine.membership.http import Address
 
 State = Literal["starting", "joining", "serving", "suspect", "ended", "gone"]
-#: an engine that fails so many updates in one incarnation, though its supervisor calls it well, is beyond help
-FAILED_UPDATES = 3
 
 
 @dataclass
@@ -51,7 +49,6 @@ class Engine:
     model_len: int | None = None
     version: int | None = None
     why: str = ""
-    failed_updates: int = 0
     first: int | None = None
 
     @classmethod
@@ -103,7 +100,6 @@ class Registry:
         member.model_len = model_len
         member.version = None
         member.why = ""
-        member.failed_updates = 0
         member.state = "serving" if self.trusting else "joining"
 
     def ended(self, index: int, incarnation: int, why: str, again: bool) -> None:
@@ -139,7 +135,6 @@ class Registry:
         for member in self.members.values():
             if (member.index, member.incarnation) in there and member.state in ("joining", "serving", "suspect"):
                 member.version = version
-                member.failed_updates = 0
                 if member.state == "joining":
                     member.state = "serving"
             elif member.state == "serving" and not self._current(member):
@@ -155,19 +150,8 @@ class Registry:
                 continue
             if member.state in ("joining", "serving", "suspect"):
                 member.version = version
-                member.failed_updates = 0
                 if member.state == "joining":
                     member.state = "serving"
-
-    def lost(self, index: int, incarnation: int, why: str) -> None:
-        """It was left out of an update in the middle: whatever it holds is not to be asked."""
-        member = self._member(index, incarnation)
-        if member is None or incarnation != member.incarnation or member.state in ("starting", "ended", "gone"):
-            return
-        member.version = None
-        member.why = why
-        member.failed_updates += 1
-        member.state = "gone" if self.limit == 0 else "suspect"
 
     def _member(self, index: int, incarnation: int) -> Engine | None:
         member = self.members.get(index)
@@ -208,6 +192,4 @@ class Registry:
         left = [m for m in self.members.values() if m.state != "gone"]
         if not left:
             return "no engine is left: " + ", ".join(f"{m} {m.why}" for m in self.members.values())
-        if (worn := next((m for m in left if m.failed_updates >= FAILED_UPDATES), None)) is not None:
-            return f"{worn} failed {worn.failed_updates} weight updates, the last with: {worn.why}"
         return ""

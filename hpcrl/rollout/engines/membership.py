@@ -2,7 +2,6 @@
 
     engines                 who is to be given weights, and who waits for them
     engines_updated         those that now hold a version
-    engines_lost            those that an update was finished without
 
 Invariant: the registry changes in this process's event loop alone; who is in doubt is asked again until its supervisor,
 or itself, has said how it is.
@@ -66,14 +65,6 @@ class EngineMembership:
         (self._registry.joined if alone else self._registry.updated)(who, version)
         if alone:
             say(f"{', '.join(str(self._registry.members[index]) for index, _ in who)} joined with version {version}")
-        self._pool.refresh()
-        return {}
-
-    async def engines_lost(self, engines: list[list[Any]]) -> dict[str, Any]:
-        """These (index, incarnation, why) were left out of an update."""
-        for index, incarnation, why in engines:
-            say(f"{self._registry.members[index]} was left out of a weight update: {why}")
-            self._registry.lost(index, incarnation, why)
         self._pool.refresh()
         return {}
 

@@ -151,8 +151,6 @@ def test_doubted_engine_returns(tmp_path: Path, stack: ExitStack) -> None:
         assert office.pool.registry.members[0].state == "suspect"
         office.engines[0].healthy = True
         await office.until("serving")
-        await office.membership.engines_lost([[0, 0, "late"]])
-        await office.until("joining")
 
     Office(tmp_path, stack, None).run(job)
 

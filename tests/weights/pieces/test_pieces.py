@@ -278,7 +278,7 @@ def test_an_engine_lost_while_joining_ends_the_joins() -> None:
         futures = ()
 
         def check(self) -> None:
-            raise EngineLost("engine 1 died", [])
+            raise EngineLost("engine 1 died")
 
     with pytest.raises(EngineLost, match="engine 1 died"):
         update._watched(SimpleNamespace(abort=lambda: None), join, Pending())
