@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -308,6 +309,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=100_000)
     parser.add_argument("--only", choices=["simulated", "real"])
     args = parser.parse_args()
+    gc.freeze()  # as the rollout process does once it has read its inputs
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as scratch:

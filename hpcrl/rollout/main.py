@@ -27,6 +27,7 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import STOP
 from hpcrl.sandbox.nodes.location import follow, say_where
+from hpcrl.utils.imports import without_collection
 from hpcrl.utils.liveness import LastSign
 
 POLL = 0.2  #: seconds between two counts of requests
@@ -140,7 +141,9 @@ def main() -> int:
         nonlocal ended
         say_where(context.rundir, context.options, len(context.plan.sandboxes))  # before any other process is started
         follow()
-        ended = asyncio.run(serve(RolloutInputs(context)))
+        with without_collection():
+            work = RolloutInputs(context)
+        ended = asyncio.run(serve(work))
 
     return act("rollout", context, 0, body) or ended
 

@@ -1,4 +1,4 @@
-"""Imports of packages that make millions of objects, such as torch and vLLM, at three quarters of their time.
+"""Imports, and whatever else makes millions of objects that stay, at three quarters of their time.
 
     with without_collection():
         import torch
