@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from hpcrl.errors import HpcrlError, UsageError
@@ -56,7 +55,6 @@ class BoxLine:
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._writer: BytesWriter | None = None
         self._task: asyncio.Task[None] | None = None
-        self._relay: Callable[[bytes], Awaitable[None]] | None = None
 
     async def open(self, end: socket.socket) -> None:
         """Wait until the box says that it is ready.
@@ -79,22 +77,6 @@ class BoxLine:
         self._writer = writer
         self.layered = layered
         self._task = asyncio.create_task(self._read(reader))
-
-    async def relay(self, take: Callable[[bytes], Awaitable[None]]) -> None:
-        """Hand what the box says to `take`, as it comes and unread, until the box has ended; nothing is asked here."""
-        assert self._task is not None, "the box is not ready"
-        self._relay = take
-        await asyncio.wait([self._task])
-
-    async def send(self, data: bytes) -> None:
-        """Hand bytes of questions over to the box, which `relay` answers; they have left when this returns.
-
-        Raises:
-            OSError: if the box has ended.
-        """
-        assert isinstance(self._writer, asyncio.StreamWriter), "the box is not of this machine"
-        self._writer.write(data)
-        await self._writer.drain()
 
     async def ask(self, seconds: float, body: bytes = b"", **head: Any) -> Message:
         """The answer to one question.
@@ -154,9 +136,6 @@ class BoxLine:
         why = "it has ended, or its spawner has"
         try:
             while data := await reader.read(1 << 18):
-                if self._relay:
-                    await self._relay(data)
-                    continue
                 for head, body in frames.feed(data):
                     if "broken" in head:
                         why = str(head["broken"])

@@ -124,7 +124,7 @@ class SandboxPool:
 
     @contextlib.asynccontextmanager
     async def line(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[BoxLine]:
-        """As `box`, for a box that another process asks (`BoxLine.relay`)."""
+        """As `box`, for a box that another process asks."""
         async with self._place(await self._kind(image, limits)) as line:
             try:
                 yield line
@@ -302,8 +302,6 @@ class BoxPool(Protocol):
     def box(
         self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None
     ) -> contextlib.AbstractAsyncContextManager[Box]: ...
-
-    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None: ...
 
     def counts(self) -> PoolCounts: ...
 

@@ -2,8 +2,7 @@
 
     RUN/keys/queue-server.json       the server's CURVE key pair, and the public key of every client
     RUN/keys/queue-client-R.json     key pair of data-parallel rank R, and the server's public key
-    RUN/keys/sandboxes-*.json        the same for the nodes with sandboxes and all who use these
-    RUN/keys/http.key                what the key of every engine is made from
+    RUN/keys/http.key                what the key of every engine and of every node with sandboxes is made from
     RUN/keys/engine-I.key            what the key of an engine is made from that this run has not started
 
 Invariants: keys are made for every attempt, end with it (but what engines' keys are made from, where engines continue
@@ -23,7 +22,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -40,11 +39,10 @@ from hpcrl.utils.untrusted_files import read_regular
 
 ZAP_DOMAIN = b"hpcrl.transport"
 HTTP_KEY = "http.key"
+_SERVER = "queue-server.json"
 PUBLISHED = 30.0  #: seconds until what is published on one host is on every other
 MAX_REFUSALS = 100  #: peers without a key that are logged
 _USER = "dp-"
-#: the services with keys of their own: the rollout queue, and `hpcrl.sandbox.nodes`
-Service = Literal["queue", "sandboxes"]
 
 
 class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,26 +76,21 @@ Keys = TypeVar("Keys", ServerKeys, ClientKeys)
 # ---- key files
 
 
-def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False, sandboxes: bool = False) -> None:
+def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False) -> None:
     """New keys for an attempt: of the queue's server and its `dp_size` clients, and of the engines.
 
     Args:
         engines_continue: the engines have theirs, from the attempt before.
-        sandboxes: hosts have sandboxes for others.
     """
     rundir.keys.mkdir(mode=0o700, exist_ok=True)
     rundir.keys.chmod(0o700)
     for old in (*rundir.keys.glob("*-*.json"), *rundir.keys.glob("engine-*.key")):
         old.unlink()
-    services: list[tuple[Service, int]] = [("queue", dp_size)]
-    services += [("sandboxes", 1)] * sandboxes
-    for service, count in services:
-        server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
-        keys = ServerKeys(*server, tuple(public for public, _ in clients))
-        write_unread(_server_file(rundir.keys, service), msgspec.json.encode(keys))
-        for number, client in enumerate(clients):
-            file = _client_file(rundir.keys, number, service)
-            write_unread(file, msgspec.json.encode(ClientKeys(*client, server[0])))
+    server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + dp_size)]
+    keys = ServerKeys(*server, tuple(public for public, _ in clients))
+    write_unread(rundir.keys / _SERVER, msgspec.json.encode(keys))
+    for rank, client in enumerate(clients):
+        write_unread(_client_file(rundir.keys, rank), msgspec.json.encode(ClientKeys(*client, server[0])))
     if not engines_continue:
         write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
 
@@ -170,31 +163,33 @@ def key_of_engine(key: bytes, engine: str) -> str:
     """HMAC-SHA256 (RFC 2104) of an engine's name under a key, hexadecimal.
 
     Args:
-        engine: INDEX.INCARNATION of one of the run; of another its address, then its realm, under that.
+        engine: INDEX.INCARNATION of one of the run; of another its address, then its realm, under that.  Of a node with
+            sandboxes it has another form.
     """
     return hmac.new(key, b"hpcrl engine " + engine.encode(), hashlib.sha256).hexdigest()
 
 
-def server_keys(rundir: RunDir, service: Service = "queue") -> ServerKeys:
-    """The keys of a server."""
-    return _load(_server_file(rundir.keys, service), ServerKeys)
+def sandbox_key(rundir: RunDir, index: int, incarnation: int) -> str:
+    """The key of a node with sandboxes in one of its incarnations, hexadecimal."""
+    return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"sandboxes {rundir.attempt}.{index}.{incarnation}")
 
 
-def client_keys(rundir: RunDir, number: int, service: Service = "queue") -> ClientKeys:
-    """The keys of a client; of the queue: of data-parallel rank `number`."""
-    return _load(_client_file(rundir.keys, number, service), ClientKeys)
+def server_keys(rundir: RunDir) -> ServerKeys:
+    """The keys of the queue's server."""
+    return _load(rundir.keys / _SERVER, ServerKeys)
+
+
+def client_keys(rundir: RunDir, rank: int) -> ClientKeys:
+    """The keys of a data-parallel rank."""
+    return _load(_client_file(rundir.keys, rank), ClientKeys)
 
 
 def _borrowed_file(rundir: RunDir, index: int) -> Path:
     return rundir.keys / f"engine-{index}.key"
 
 
-def _server_file(folder: Path, service: Service) -> Path:
-    return folder / f"{service}-server.json"
-
-
-def _client_file(folder: Path, number: int, service: Service) -> Path:
-    return folder / f"{service}-client-{number}.json"
+def _client_file(folder: Path, rank: int) -> Path:
+    return folder / f"queue-client-{rank}.json"
 
 
 def _load(path: Path, kind: type[Keys]) -> Keys:

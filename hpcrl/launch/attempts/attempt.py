@@ -126,7 +126,7 @@ def run_attempt(
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         if not continues and (kinds := kinds_to_try(options, plan, held.later, held.hosts, held.kept)):
             refuse_untried(kinds, backend.try_boxes(kinds, rundir, launch_timeout()))
-        make_keys(rundir, options.data_parallel_size, bool(held.engines), sandboxes=bool(plan.sandboxes))
+        make_keys(rundir, options.data_parallel_size, bool(held.engines))
         if held.lent is not None:
             held.lent.close()
         held.lent = borrow(rundir, plan, options)

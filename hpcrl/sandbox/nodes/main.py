@@ -20,7 +20,7 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.sandbox import SandboxPool, Unconfined
 from hpcrl.sandbox.kinds.choose import chosen
 from hpcrl.sandbox.nodes.server import SandboxServer
-from hpcrl.transport.auth import server_keys
+from hpcrl.transport.auth import sandbox_key
 
 NICE = 5  #: boxes give way to engines and trainers of the same node
 
@@ -56,9 +56,10 @@ class _SandboxRole:
             raise HpcrlError(
                 f"host {place.host}: {error.what}", error.hint or "hpcrl doctor there says more"
             ) from error
-        server = SandboxServer(server_keys(self.context.rundir, "sandboxes"), pool, say)
-        port = server.start(place.at)
-        peer = SandboxPeer(host=place.at, port=port, incarnation=self.context.incarnation)
+        incarnation = self.context.incarnation
+        server = SandboxServer(sandbox_key(self.context.rundir, self.context.index, incarnation), pool, say)
+        port = await server.start(place.at)
+        peer = SandboxPeer(host=place.at, port=port, incarnation=incarnation)
         publish(self.context.rundir, peer, self.context.index)
         self.up = True
         kind = chosen(options.sandbox_kind)

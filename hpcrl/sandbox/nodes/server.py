@@ -1,247 +1,206 @@
-"""The server of a node with sandboxes: it hands boxes of its own pool to clients with a key of the attempt.
+"""The server of a node with sandboxes: it hands boxes of its own pool to clients with the key.
 
-Invariants: what a client sends for a box goes to that box alone, and is not read here; with a client's connection, and
-with this process, end its boxes; of each stream at most WINDOW bytes are held.
+    GET    /CLIENT/beats      a line every BEAT seconds, for as long as the client is there
+    PUT    /CLIENT/boxes/N    open a box under the client's number
+    POST   /CLIENT/boxes/N    ask the box one question (`hpcrl.sandbox.frames`): run, read, write and so on
+    DELETE /CLIENT/boxes/N    close it
+
+Invariants: nothing of a request is read before its key; with the connection of a client's GET, and with this process,
+end its boxes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+import hmac
+import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
+from aiohttp import web
 
-from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, Unconfined
 from hpcrl.sandbox.box_line import BoxLine
-from hpcrl.sandbox.nodes.wire import (
-    DATA,
-    END,
-    GONE,
-    OPEN,
-    PREPARE,
-    READY,
-    TAKEN,
-    WINDOW,
-    BoxEnd,
-    BoxMessage,
-    BoxRequest,
-    SendWindow,
-    TakenBytes,
-    chunks,
-    cost,
-    frames_of,
-    message_of,
-)
-from hpcrl.transport import auth, sockets
+from hpcrl.sandbox.frames import TRANSFER, IncomingMessages, pack
 
-PROBE = 2.0  #: seconds between two looks for clients that are gone
-#: milliseconds between heartbeats of the connection, and of silence until it counts as dead: libzmq's own threads
-#: answer them, whatever the user's code does in the process of a client
-HEARTBEAT, SILENCE = 2_000, 15_000
-
-Place = tuple[bytes, int]  #: a client's connection, and its number of a box
+BEAT = 2.0  #: seconds between two lines
+SILENCE = 15.0  #: seconds without a line, or without a kernel's receipt of one, until the other side counts as lost
+MOST = TRANSFER + (8 << 20)  #: bytes of a request
 
 
-class _ClientGone(Exception):
-    """Nothing can be sent to it any more."""
+class BoxRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box that is wanted.
+
+    Attributes:
+        limits: the fields of a `BoxLimits`.
+    """
+
+    image: str
+    limits: dict[str, Any]
 
 
-@dataclass(eq=False)
-class _Relay:
-    """A box that a client has, or waits for."""
+class BoxError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why there is no box, or no answer.
 
-    task: asyncio.Task[None]
-    window: SendWindow = field(default_factory=SendWindow)
-    waiting: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
-    held: int = 0  #: what is in `waiting` takes of the window
-    taken: TakenBytes = field(default_factory=TakenBytes)
+    Attributes:
+        kind: one of KINDS; or "full": another node may have room.
+    """
+
+    kind: str
+    text: str = ""
+    hint: str = ""
+
+
+#: what is said of an error -> which it is; the first that fits counts
+KINDS = {
+    "unconfined": Unconfined,
+    "usage": UsageError,
+    "lost": SandboxLost,
+    "error": HpcrlError,
+}
+
+
+@dataclass
+class _OpenBox:
+    """A box that a client has.
+
+    Attributes:
+        exits: gives it back.
+        numbers: of its questions that started a command, the client's -> the line's.
+    """
+
+    line: BoxLine
+    exits: contextlib.AsyncExitStack
+    numbers: dict[int, int] = field(default_factory=dict)
 
 
 class SandboxServer:
     """Serves boxes of `pool` until it is closed."""
 
-    def __init__(self, keys: auth.ServerKeys, pool: SandboxPool, say: Callable[[str], None]) -> None:
+    def __init__(self, key: str, pool: SandboxPool, say: Callable[[str], None]) -> None:
+        self._expected = f"Bearer {key}".encode()
         self._pool = pool
         self._say = say
-        self._relays: dict[Place, _Relay] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._context = zmq.asyncio.Context()
-        self._door = auth.CurveAuthenticator(self._context, keys, say)
-        self._socket = self._context.socket(zmq.ROUTER)
-        sockets.set_limits(self._socket, server=True)
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # what is under way is bounded for each box
-        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = HEARTBEAT, SILENCE
-        self._socket.router_mandatory = True  # a send to a client that is gone is an error
-        auth.lock_server(self._socket, keys)
+        self._clients: dict[str, dict[int, _OpenBox]] = {}
+        app = web.Application(client_max_size=MOST, middlewares=[self._answered])
+        box = r"/{client}/boxes/{number:\d+}"
+        app.router.add_get("/{client}/beats", self._beat)
+        app.router.add_put(box, self._open)
+        app.router.add_post(box, self._ask)
+        app.router.add_delete(box, self._close)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
 
-    def start(self, host: str) -> int:
+    async def start(self, host: str) -> int:
         """Listen at an address of this machine; returns the port.
 
         Raises:
             HpcrlError: if that cannot be had.
         """
+        await self._runner.setup()
         try:
-            self._socket.bind(sockets.endpoint(host, 0))
-        except zmq.ZMQError as error:
+            await web.TCPSite(self._runner, host, 0, backlog=512).start()
+        except OSError as error:
             raise HpcrlError(
                 f"sandboxes: cannot listen on {host}: {error.strerror}", "is this the host that the plan names?"
             ) from error
-        self._spawn(self._listen())
-        self._spawn(self._probe())
-        return int(self._socket.last_endpoint.rsplit(b":", 1)[1])
+        return int(self._runner.addresses[0][1])
 
     async def close(self) -> None:
         """End every box, and let go of the port."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._runner.cleanup()
         await self._pool.close()
-        self._door.stop()
-        self._socket.close()
-        await asyncio.to_thread(self._context.term)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _listen(self) -> None:
-        while True:
-            client, *frames = await self._socket.recv_multipart()
-            await asyncio.sleep(0)  # which a message that is there already does not
-            try:
-                self._take(client, message_of(frames))
-            except ValueError:  # of another version, or a client gone astray: its other boxes are well
-                continue
-
-    def _take(self, client: bytes, message: BoxMessage) -> None:
-        kind, number, body = message
-        relay = self._relays.get((client, number))
-        if kind in (OPEN, PREPARE) and relay is None:
-            work = self._box if kind == OPEN else self._prepare
-            task = self._spawn(self._answering((client, number), work, body))
-            relay = self._relays[client, number] = _Relay(task)
-            task.add_done_callback(partial(self._forget, (client, number), relay))
-        elif kind == DATA and relay:
-            relay.held += cost(body)
-            if relay.held > WINDOW:
-                relay.task.cancel()
-                end = BoxEnd("lost", "more was sent to it than may be under way")
-                self._spawn(self._gone((client, number), end))
-            relay.waiting.put_nowait(body)
-        elif kind == TAKEN and relay:
-            relay.window.taken(int.from_bytes(body, "big"))
-        elif kind == END and relay:
-            relay.task.cancel()
-
-    def _forget(self, place: Place, relay: _Relay, _: object) -> None:
-        """A client has a box no more, or never had it."""
-        if self._relays.get(place) is relay:
-            del self._relays[place]
-
-    async def _gone(self, place: Place, end: BoxEnd) -> None:
-        with contextlib.suppress(_ClientGone):
-            await self._send(place, GONE, msgspec.msgpack.encode(end))
-
-    async def _send(self, place: Place, kind: bytes, body: bytes = b"") -> None:
-        """Send a message.
-
-        Raises:
-            _ClientGone: if there is no such client any more.
-        """
-        client, number = place
+    @web.middleware
+    async def _answered(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Ask for the key, and say what goes wrong as a BoxError."""
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, self._expected):
+            return web.Response(status=401)
         try:
-            await self._socket.send_multipart([client, *frames_of(BoxMessage(kind, number, body))])
-        except zmq.ZMQError as error:
-            raise _ClientGone from error
-
-    async def _answering(
-        self, place: Place, work: Callable[[Place, BoxRequest], Coroutine[Any, Any, BoxEnd | None]], body: bytes
-    ) -> None:
-        """Do what a client asks for, and say how that has ended."""
-        try:
-            end = await work(place, msgspec.msgpack.decode(body, type=BoxRequest))
-        except Unconfined as error:
-            end = BoxEnd("unconfined", error.what, error.hint)
-        except (UsageError, msgspec.DecodeError, TypeError) as error:
-            what, hint = (error.what, error.hint) if isinstance(error, HpcrlError) else (str(error), "")
-            end = BoxEnd("usage", what, hint)
+            return await handler(request)
+        except web.HTTPException:
+            raise
         except HpcrlError as error:
-            kind = "lost" if isinstance(error, SandboxLost) else "data" if isinstance(error, DataError) else "error"
-            end = BoxEnd(kind, error.what, error.hint)
-        except _ClientGone:
-            end = None
+            kind = next(name for name, kind in KINDS.items() if isinstance(error, kind))
+            found = BoxError(kind, error.what, error.hint)
+        except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:  # of another version, or gone astray
+            found = BoxError("usage", f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001  (its client waits for an answer, whatever went wrong here)
             self._say(f"sandboxes: {type(error).__name__}: {error}")
-            end = BoxEnd("lost", f"its node says {type(error).__name__}: {error}")
-        if end:
-            await self._gone(place, end)
+            found = BoxError("lost", f"its node says {type(error).__name__}: {error}")
+        return web.Response(status=409, body=msgspec.json.encode(found))
 
-    async def _prepare(self, place: Place, wish: BoxRequest) -> None:
-        await self._pool.prepare(wish.count, wish.image, BoxLimits(**wish.limits))
-        await self._send(place, READY, b"\0")
-
-    async def _box(self, place: Place, wish: BoxRequest) -> BoxEnd:
-        """Hand a box to a client, until one of them has ended."""
-        if self._pool.full:
-            return BoxEnd("full")
-        async with self._pool.line(wish.image, BoxLimits(**wish.limits)) as line:
-            await self._send(place, READY, bytes([line.layered]))
-            relay = self._relays[place]
-            ways = [asyncio.create_task(self._up(place, relay, line)), asyncio.create_task(self._down(place, line))]
-            try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for way in ways:
-                    way.cancel()
-                found = await asyncio.gather(*ways, return_exceptions=True)
-            if any(isinstance(one, _ClientGone) for one in found):
-                raise _ClientGone
-            return BoxEnd("lost", await self._pool.reason(line) or line.lost or "it has ended")
-
-    async def _up(self, place: Place, relay: _Relay, line: BoxLine) -> None:
-        """What the client says goes to the box."""
-        with contextlib.suppress(OSError):
+    async def _beat(self, request: web.Request) -> web.StreamResponse:
+        """Show that this process is alive until the client is not; its kernel's silence counts, whatever it does."""
+        assert request.transport is not None
+        connection = request.transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE * 1000))
+        client = request.match_info["client"]
+        boxes = self._clients[client] = {}
+        answer = web.StreamResponse()
+        try:
+            await answer.prepare(request)
             while True:
-                data = await relay.waiting.get()
-                await line.send(data)
-                relay.held -= cost(data)
-                if said := relay.taken.due(data):
-                    await self._send(place, TAKEN, said)
+                await answer.write(b"\n")
+                await asyncio.sleep(BEAT)
+        finally:
+            del self._clients[client]
+            for box in boxes.values():
+                await box.exits.aclose()
 
-    async def _down(self, place: Place, line: BoxLine) -> None:
-        """What the box says goes to the client."""
-        relay = self._relays[place]
-        gone: list[_ClientGone] = []
+    def _boxes(self, request: web.Request) -> tuple[dict[int, _OpenBox], int]:
+        """(the boxes of a client, the number of one).
 
-        async def take(data: bytes) -> None:
+        Raises:
+            SandboxLost: if the client is none any more.
+        """
+        boxes = self._clients.get(request.match_info["client"])
+        if boxes is None:
+            raise SandboxLost("its node has lost its user")
+        return boxes, int(request.match_info["number"])
+
+    async def _open(self, request: web.Request) -> web.Response:
+        boxes, number = self._boxes(request)
+        wish = msgspec.json.decode(await request.read(), type=BoxRequest)
+        if self._pool.full:
+            return web.Response(status=409, body=msgspec.json.encode(BoxError("full")))
+        exits = contextlib.AsyncExitStack()
+        line = await exits.enter_async_context(self._pool.line(wish.image, BoxLimits(**wish.limits)))
+        if number in boxes or self._clients.get(request.match_info["client"]) is not boxes:
+            await exits.aclose()
+            raise SandboxLost("its node has lost its user")
+        boxes[number] = _OpenBox(line, exits)
+        return web.Response(body=bytes([line.layered]))
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        boxes, number = self._boxes(request)
+        box = boxes.get(number)
+        [(head, body)] = IncomingMessages().feed(await request.read())
+        if box is None:
+            raise SandboxLost("it was closed")
+        asked = head.pop("n")
+        if "id" in head:
+            head["id"] = box.numbers.get(head["id"], 0)
+        try:
+            question, future = box.line.begin(body, **head)
+            if head.get("do") == "run":
+                box.numbers[asked] = question
             try:
-                for piece in chunks(data):
-                    await relay.window.take(piece)
-                    await self._send(place, DATA, piece)
-            except _ClientGone as error:
-                gone.append(error)
-                line.end("its client is gone")
+                head, body = await future
+            finally:
+                box.line.forget(question)
+        except SandboxLost:
+            raise SandboxLost(await self._pool.reason(box.line) or box.line.lost or "it has ended") from None
+        return web.Response(body=pack(head | {"n": asked}, body))
 
-        await line.relay(take)
-        if gone:
-            raise gone[0]
-
-    async def _probe(self) -> None:
-        """End the boxes of clients whose connections have broken."""
-        while True:
-            await asyncio.sleep(PROBE)
-            for client in {client for client, _ in self._relays}:
-                try:
-                    await self._send((client, 0), TAKEN, bytes(4))
-                except _ClientGone:
-                    for place in [place for place in self._relays if place[0] == client]:
-                        self._relays[place].task.cancel()
+    async def _close(self, request: web.Request) -> web.Response:
+        boxes, number = self._boxes(request)
+        if box := boxes.pop(number, None):
+            await box.exits.aclose()
+        return web.Response()

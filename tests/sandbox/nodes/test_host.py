@@ -48,7 +48,7 @@ def rundir(tmp_path: Path) -> RunDir:
     found.options_file.write_text(options.model_dump_json())
     plan = make_plan(options, [Host("a", 2), Host("b", 0, "127.0.0.1", "lo")], "r")
     found.plan_file.write_bytes(msgspec.json.encode(plan))
-    make_keys(found, 1, sandboxes=True)
+    make_keys(found, 1)
     return found
 
 

@@ -8,37 +8,36 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
-import zmq
 
 from hpcrl.errors import UsageError
 from hpcrl.run.peers import SandboxPeer, newest, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox import pool as pools
-from hpcrl.sandbox.nodes import client, connection, wire
+from hpcrl.sandbox.frames import pack
+from hpcrl.sandbox.nodes import client
 from hpcrl.sandbox.nodes.client import NodesPool
 from hpcrl.sandbox.nodes.location import VARIABLE, SandboxPlace, follow
-from hpcrl.sandbox.nodes.server import SandboxServer
-from hpcrl.transport.auth import make_keys, server_keys
+from hpcrl.sandbox.nodes.server import BEAT, MOST, BoxRequest, SandboxServer
+from hpcrl.transport.auth import make_keys, sandbox_key
 from tests.sandbox.test_pool import run, sleepers, until
 from tests.support.able import needs
 
 pytestmark = [pytest.mark.process, needs("namespaces")]
 
 
-servers: list[SandboxServer] = []  #: of `node`
-
-
 @pytest.fixture
 def rundir(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path, 0)
     (found.here / "peers").mkdir(parents=True)
-    make_keys(found, 1, sandboxes=True)
+    make_keys(found, 1)
     return found
 
 
@@ -53,9 +52,8 @@ async def node(
     """A node with sandboxes, in this process."""
     said: list[str] = []
     pool = SandboxPool(warm, most)
-    server = SandboxServer(server_keys(rundir, "sandboxes"), pool, said.append)
-    servers.append(server)
-    peer = SandboxPeer(host="127.0.0.1", port=server.start("127.0.0.1"), incarnation=incarnation)
+    server = SandboxServer(sandbox_key(rundir, index, incarnation), pool, said.append)
+    peer = SandboxPeer(host="127.0.0.1", port=await server.start("127.0.0.1"), incarnation=incarnation)
     publish(rundir, peer, index)
     try:
         yield pool
@@ -68,8 +66,6 @@ def test_a_box_of_another_machine(rundir: RunDir) -> None:
 
     async def work() -> None:
         async with node(rundir) as pool, NodesPool(rundir, 1) as nodes:
-            await nodes.prepare(2)
-            assert pool.counts().warm >= 2
             async with nodes.box(limits=BoxLimits(memory=256 << 20, disk=64 << 20)) as box:
                 assert (await box.run("echo hi; exit 3"))[:3] == (3, "hi\n", "")
                 data = os.urandom(9 << 20)
@@ -135,13 +131,13 @@ def test_more_boxes_than_a_node_has(rundir: RunDir) -> None:
 
 async def until_up(nodes: NodesPool) -> None:
     for one in nodes._nodes:
-        one.begin()
+        one.connect()
     await until(lambda: all(one.up for one in nodes._nodes))
 
 
 SERVER = """
 import asyncio, sys
-from hpcrl.transport.auth import server_keys
+from hpcrl.transport.auth import sandbox_key
 from hpcrl.run.peers import SandboxPeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import SandboxPool
@@ -149,8 +145,8 @@ from hpcrl.sandbox.nodes.server import SandboxServer
 
 async def main():
     rundir = RunDir(sys.argv[1], 0)
-    server = SandboxServer(server_keys(rundir, "sandboxes"), SandboxPool(0, 64), print)
-    publish(rundir, SandboxPeer(host="127.0.0.1", port=server.start("127.0.0.1")), int(sys.argv[2]))
+    server = SandboxServer(sandbox_key(rundir, int(sys.argv[2]), 0), SandboxPool(0, 64), print)
+    publish(rundir, SandboxPeer(host="127.0.0.1", port=await server.start("127.0.0.1")), int(sys.argv[2]))
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -221,52 +217,112 @@ def test_the_client_is_killed_with_ten_boxes(rundir: RunDir) -> None:
     run(work())
 
 
-def test_a_client_without_the_key_is_refused(rundir: RunDir) -> None:
-    """A stranger that knows the server's public key gets no answer, and costs no box."""
+WISH = msgspec.json.encode(BoxRequest("system", vars(BoxLimits())))
+
+
+@contextlib.asynccontextmanager
+async def attached(rundir: RunDir, key: str | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+    """Requests as of a client of node 0."""
+    peer = newest(rundir, SandboxPeer, 0)
+    assert peer is not None
+    key = sandbox_key(rundir, 0, peer.incarnation) if key is None else key
+    session = aiohttp.ClientSession(f"http://{peer.host}:{peer.port}/x/", headers={"Authorization": f"Bearer {key}"})
+    async with session, session.get("beats"):
+        yield session
+
+
+@pytest.mark.parametrize("key", ["", "\xe9", "0" * 64, "of another incarnation"])
+def test_a_client_without_the_key_is_refused(rundir: RunDir, key: str) -> None:
+    """It gets no answer, whatever it asks for, and costs no box."""
 
     async def work() -> None:
-        async with node(rundir) as pool, NodesPool(rundir, 1) as nodes:
-            async with nodes.box():
-                pass
-            made = pool.counts().made
-            peer = newest(rundir, SandboxPeer, 0)
-            assert peer is not None
-            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-                stranger.linger = 0
-                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-                stranger.curve_serverkey = server_keys(rundir, "sandboxes").public.encode()
-                stranger.connect(f"tcp://127.0.0.1:{peer.port}")
-                request = msgspec.msgpack.encode(wire.BoxRequest("system", vars(BoxLimits())))
-                stranger.send_multipart(wire.frames_of(wire.BoxMessage(wire.OPEN, 1, request)))
-                assert not await asyncio.to_thread(stranger.poll, 1500)
-            assert pool.counts().handed_out == 1 and pool.counts().made <= made + 1
+        async with node(rundir, warm=0, incarnation=1) as pool:
+            wrong = sandbox_key(rundir, 0, 0) if key.startswith("of") else key
+            async with attached(rundir, wrong) as stranger:
+                for method, path in (("GET", "beats"), ("PUT", "boxes/1"), ("POST", "boxes/1")):
+                    async with stranger.request(method, path, data=None if method == "GET" else WISH) as answer:
+                        assert (answer.status, await answer.read()) == (401, b"")
+            assert pool.counts().made == 0
 
     run(work())
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("method", "path", "body"),
     [
-        [b""],
-        [b"O" * 9],
-        [b"O" + bytes(8), b"\xc1"],
-        [b"O" + bytes(8), msgspec.msgpack.encode({"image": "system", "limits": {"memory": "much"}})],
-        [b"O" + bytes(8), msgspec.msgpack.encode({"image": "system", "limits": {"nonsense": 1}})],
-        [b"D" + bytes(8), bytes(8192)],
-        [b"T" + bytes(8), bytes(4)],
-        [b"?" + bytes(8), b""],
+        ("PUT", "boxes/2", b""),
+        ("PUT", "boxes/2", msgspec.json.encode({"image": "system", "limits": {"memory": "much"}})),
+        ("PUT", "boxes/2", msgspec.json.encode({"image": "system", "limits": {"nonsense": 1}})),
+        ("PUT", "boxes/x", WISH),
+        ("POST", "boxes/1", b""),
+        ("POST", "boxes/1", bytes(8192)),
+        ("POST", "boxes/1", b"\xff" * 9),
+        ("POST", "boxes/1", pack({"n": 1}) + pack({"n": 2})),
+        ("POST", "boxes/1", pack({"do": "run"})),
+        ("POST", "boxes/9", pack({"n": 1})),
+        ("POST", "boxes/1", bytes(MOST + 1)),
+        ("POST", "nonsense", b""),
     ],
+    ids=str.split(
+        "no-wish wrong-limit no-limit no-number nothing short unread two no-number-asked no-box large no-route"
+    ),
 )
-def test_a_client_gone_astray_costs_no_other(rundir: RunDir, message: list[bytes]) -> None:
+def test_a_client_gone_astray_costs_no_other(rundir: RunDir, method: str, path: str, body: bytes) -> None:
+    """Its request is answered with an error, and its box and those of others stay."""
+
     async def work() -> None:
         async with node(rundir, warm=0) as pool, NodesPool(rundir, 1) as nodes, nodes.box() as box:
-            sock = nodes._nodes[0]._socket
-            assert sock is not None
-            await sock.send_multipart(message)
-            assert (await box.run("echo well")).stdout == "well\n"
-            assert pool.counts().used == 1
+            async with attached(rundir) as astray:
+                async with astray.put("boxes/1", data=WISH) as answer:
+                    assert answer.status == 200
+                async with astray.request(method, path, data=body) as answer:
+                    assert 400 <= answer.status < 500
+                assert (await box.run("echo well")).stdout == "well\n"
+                question = pack({"n": 7, "do": "list", "path": "/work"})
+                async with astray.post("boxes/1", data=question) as answer:
+                    assert answer.status == 200 and b"[]" in await answer.read()
+                assert pool.counts().used == 2
+            await until(lambda: pool.counts().used == 1)
 
     run(work())
+
+
+def test_no_connection_no_boxes(rundir: RunDir) -> None:
+    """Who does not listen to the node's beats has none."""
+
+    async def work() -> None:
+        async with node(rundir, warm=0) as pool, attached(rundir) as client:
+            async with client.put("../y/boxes/1", data=WISH) as answer:
+                assert answer.status == 409 and b"lost" in await answer.read()
+            assert pool.counts().made == 0
+
+    run(work())
+
+
+def test_a_node_that_stands_still(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped: it is lost after its silence, with a command that runs and a box that is asked for; that
+    a client itself stands still for as long costs nothing."""
+    monkeypatch.setattr(client, "SILENCE", 2 * BEAT)
+
+    async def work(server: subprocess.Popen[bytes]) -> None:
+        await until(lambda: newest(rundir, SandboxPeer, 0) is not None)
+        async with NodesPool(rundir, 1) as nodes, nodes.box() as box:
+            time.sleep(3 * BEAT)
+            assert (await box.run("echo well")).stdout == "well\n"
+            server.send_signal(signal.SIGSTOP)
+            running = asyncio.create_task(box.run("sleep 600", 900))
+            asked = asyncio.create_task(nodes._nodes[0].open("system", BoxLimits()))
+            for lost in (running, asked):
+                with pytest.raises(SandboxLost):
+                    await asyncio.wait_for(lost, 30)
+            assert not nodes._nodes[0].up and nodes._nodes[0].used == 0
+
+    server = subprocess.Popen([sys.executable, "-c", SERVER, str(rundir.root), "0"])
+    try:
+        run(work(server))
+    finally:
+        server.kill()
+        server.wait(60)
 
 
 def test_no_node_comes_up(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +400,7 @@ def test_a_run_directory_that_fails_for_a_moment(rundir: RunDir, monkeypatch: py
             raise OSError(5, "Input/output error")
         return newest(*words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(connection, "newest", fails_once)
+    monkeypatch.setattr(client, "newest", fails_once)
 
     async def work() -> None:
         async with node(rundir), NodesPool(rundir, 1) as nodes, nodes.box() as box:
@@ -358,58 +414,30 @@ def test_wishes_that_are_taken_back_at_once(rundir: RunDir) -> None:
 
     async def work() -> None:
         async with node(rundir) as pool, NodesPool(rundir, 1) as nodes, nodes.box():
-            sock = nodes._nodes[0]._socket
-            assert sock is not None
-            request = msgspec.msgpack.encode(wire.BoxRequest("system", vars(BoxLimits())))
-            for number in range(1000, 1200):
-                await sock.send_multipart(wire.frames_of(wire.BoxMessage(wire.OPEN, number, request)))
-                await sock.send_multipart(wire.frames_of(wire.BoxMessage(wire.END, number)))
+            for pause in (0, 0, 0.01, 0.05, 0.1, 0.2) * 5:
+                wish = asyncio.create_task(nodes._nodes[0].open("system", BoxLimits()))
+                await asyncio.sleep(pause)
+                wish.cancel()
+                found = (await asyncio.gather(wish, return_exceptions=True))[0]
+                if not isinstance(found, BaseException):
+                    found.line.end("it was not wanted")
             async with nodes.box() as box:
                 assert (await box.run("true")).ok
-            await until(lambda: pool.counts().used == 1 and len(servers[-1]._relays) == 1)
-
-    servers.clear()
-    run(work())
-
-
-def test_a_stream_in_small_pieces_is_bounded() -> None:
-    """Each message takes of the window, so that few are under way however short they are."""
-
-    async def work() -> None:
-        window, taken = wire.SendWindow(), wire.TakenBytes()
-        count = 0
-        for _ in range(wire.WINDOW // wire.LEAST):
-            await window.take(b"x")
-            count += 1
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(window.take(b"x"), 0.2)
-        for _ in range(count):
-            if said := taken.due(b"x"):
-                window.taken(int.from_bytes(said, "big"))
-        for _ in range(count - wire.ACK // wire.LEAST):
-            await window.take(b"x")
+            await until(lambda: pool.counts().used == nodes._nodes[0].used == 1)
 
     run(work())
 
 
-def test_leave_while_a_connection_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that is closed while its node's end is being noticed has closed every socket."""
-    ending = asyncio.Event()
-
-    async def slow(*_: object) -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ending.set()
-            await asyncio.sleep(0.1)
-
-    monkeypatch.setattr(connection.NodeConnection, "_listen", slow)
+def test_a_command_that_is_taken_back(rundir: RunDir) -> None:
+    """It is ended, as in a box of this machine."""
+    mark = "7302013"
 
     async def work() -> None:
-        async with NodesPool(rundir, 1) as nodes:
-            async with node(rundir, warm=0):
-                await until_up(nodes)
-            await ending.wait()
-        assert nodes.closed
+        async with node(rundir), NodesPool(rundir, 1) as nodes, nodes.box() as box:
+            command = asyncio.create_task(box.run(f"sleep {mark}", 600))
+            await until(lambda: len(sleepers(mark)) == 1)
+            command.cancel()
+            await until(lambda: not sleepers(mark))
+            assert (await box.run("echo well")).stdout == "well\n"
 
     run(work())
