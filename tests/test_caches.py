@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpcrl
-from hpcrl.sandbox.kinds.choose import prepare
+from hpcrl.sandbox.kinds import _bounds
 from tests.support.caches import FORGOTTEN, KEPT
 from tests.support.sources import nodes
 
@@ -47,6 +47,6 @@ def test_they_can_be_forgotten(module: str) -> None:
 @pytest.mark.parametrize("time", ["first", "second"])
 def test_each_test_begins_anew(time: str) -> None:
     """The same test twice, in whatever order."""
-    assert prepare.cache_info().currsize == 0
-    prepare("namespaces")
-    assert prepare.cache_info().currsize == 1
+    assert _bounds.cache_info().currsize == 0
+    assert not _bounds("/bin/true")
+    assert _bounds.cache_info().currsize == 1

@@ -41,7 +41,6 @@ from hpcrl.launch.slurm.submission import sight_of
 from hpcrl.launch.slurm.submit import SECONDS, test_only
 from hpcrl.rollout.prompts import first_rows
 from hpcrl.run.rundir import write_atomic
-from hpcrl.sandbox.run import refusal
 from hpcrl.utils.check_results import Finding, failed
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import Damaged, read_json
@@ -158,7 +157,6 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield Finding("ok", "", f"site {site.name}: {profile or 'built in'}")
     # with another interpreter or image on the nodes, packages here are those of the command alone
     yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
-    yield _sandbox()
     yield check_kinds({options.sandbox_kind for options in case.stages if options.sandbox_kind})
     try:
         request = case.request()
@@ -179,13 +177,6 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield from first_rows.findings(case.stages)
     yield from _begins_with(case)
     yield from _image(site)
-
-
-def _sandbox() -> Finding:
-    """Whether scripts can be confined here."""
-    if why := refusal():
-        return Finding("warn", "", f"the sandbox of scripts: {why}", "hpcrl import runs only scripts that you trust")
-    return Finding("ok", "", "scripts that are imported can be confined here")
 
 
 def _settings(case: Case, request: AllocationRequest | None) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Which kinds of sandboxes this machine can make for agents, of those that other programs make.
+"""Which kinds of sandboxes this machine can make, for agents and for scripts that are imported.
 
 Invariant: a kind is said to work only after it has run a command.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hpcrl.errors import UsageError
-from hpcrl.sandbox.kinds.choose import VARIABLE, chosen
-from hpcrl.sandbox.kinds.trial import kind_refusals
+from hpcrl.sandbox.kinds import VARIABLE, chosen
+from hpcrl.sandbox.run import kind_refusals
 from hpcrl.utils.check_results import Finding
 
 
@@ -25,9 +25,11 @@ def check_kinds(asked: Collection[str] = ()) -> Finding:
         return Finding("fail", "", error.what, error.hint)
     refused = kind_refusals()
     can = [name for name, why in refused.items() if not why]
-    said = f"other kinds of sandboxes for agents: {', '.join(can) or 'none'}"
+    said = f"kinds of sandboxes: {', '.join(can) or 'none'}"
     for why in filter(None, refused.values()):
-        said += f"; {why}"
+        said += f"; {why.partition(': ')[2]}"
+    if not can:
+        return Finding("warn", "", said, "an agent finds none here, and hpcrl import runs only scripts that you trust")
     if lacking := sorted(name for name in wanted if refused.get(name)):
         return Finding("warn", "", said, f"{lacking[0]} is asked for (--sandbox-kind, {VARIABLE}): not on this machine")
     return Finding("ok", "", said)

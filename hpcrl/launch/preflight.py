@@ -46,8 +46,8 @@ from hpcrl.models.shared.mtp import check_heads
 from hpcrl.plan import Host, make_plan
 from hpcrl.rollout.prompts.first_rows import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER
-from hpcrl.sandbox.kinds.choose import VARIABLE, chosen
-from hpcrl.sandbox.kinds.trial import refusal_of
+from hpcrl.sandbox.kinds import VARIABLE, chosen
+from hpcrl.sandbox.run import refusal_of
 from hpcrl.utils.installed import version
 
 

@@ -1,27 +1,25 @@
 """A place for programs that are not trusted: what they see, may call and may use is decided before they begin.
 
-`run_confined` (`run.py`) runs a command there and hands back what it wrote; `confine` (`confine.py`) puts the calling
-process itself there, for good.  Both take a `View` of files, and both refuse where the kernel lets this user make no
-namespaces: nothing is run half confined.
-
 A box is such a place that stays: commands run in it one after another, and find the files and processes of those
-before.  `async with sandbox() as box` (`pool.py`) hands one out that was made ahead:
+before.  `async with sandbox() as box` (`pool.py`) hands one out that was made ahead; `run_confined` (`run.py`) runs one
+command in a box of its own and hands back what it wrote.
 
-    this process                    one for all boxes       two of each box
-    `pool.py`, `box.py`   control   `spawner.py`     fork   `keeper.py`, outside: limits, the end
-                          ------->                  ---->     fork: `box_init.py`, process 1 inside, starts commands
-            `box_line.py` <------------------------------------- stream, `frames.py`
+    this process                    of each box, outside          inside
+    `pool.py`, `box.py`    starts   `watcher.py`: limits, the end
+                           ------>   starts unshare, bwrap or
+                                     apptainer (`kinds.py`)  ----> `inside/main.py`, process 1, starts commands
+            `box_line.py` <--------------------------------------- stream, `inside/frames.py`
 
-| of the machine | a confined program has | by |
+| of the machine | a box has | by |
 |---|---|---|
-| files | system directories and those of its View, read-only; one bounded /tmp | a private root (`private_root.py`) |
-| home, /run, /sys, devices, sockets in files | none | the same: they are not in that root |
-| networks, abstract sockets, System V IPC | none | namespaces of its own |
-| other processes | none that it sees or can signal | a PID namespace, or `seccomp.py` where it has none |
+| files | system directories or an image, read-only or under memory; bounded memory to write to | `kinds.py` |
+| home, /run, /sys, devices, sockets in files | none | the same: they are not in its root |
+| networks, abstract sockets, System V IPC | none | namespaces of its own, `inside/seccomp.py` |
+| other processes | none that it sees or can signal | a PID namespace |
 | terminals | none | a session of its own, no /dev/tty, no ioctl that types |
 | privileges | none, nor any that a program file could give | no capabilities, no new privileges |
-| kernel interfaces for administrators and debuggers | none | `seccomp.py` |
-| time, memory, processes, files, output | bounded | limits, and `main.py`, which watches |
+| kernel interfaces for administrators and debuggers | none | `inside/seccomp.py` |
+| time, memory, processes, files, output | bounded | limits of each process, `inside/commands.py`; `watcher.py` |
 
 Invariant: standard library alone, and nothing imported from the rest of hpcrl but errors and a few files of utils
 that import no more, so that it starts quickly and can be read as a whole (`nodes/`, `harbor/` and `slime_script.py`
@@ -49,7 +47,7 @@ _PUBLIC = {
     "PoolCounts": "pool",
     "SandboxLost": "box_line",
     "SandboxPool": "pool",
-    "Unconfined": "run",
+    "Unconfined": "box_line",
 }
 
 

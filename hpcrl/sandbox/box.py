@@ -18,11 +18,11 @@ from typing import NamedTuple
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import accounts
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
-from hpcrl.sandbox.frames import TRANSFER
-from hpcrl.sandbox.keeper import LIMIT
+from hpcrl.sandbox.inside.files import WORK
+from hpcrl.sandbox.inside.frames import TRANSFER
 from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.watcher import LIMIT
 
-WORK = "/work"
 _FILES = 30.0  #: seconds that a file's way in or out may take
 
 
@@ -84,7 +84,7 @@ class Box:
 
         Args:
             renew: ends a box and hands out a new one like it.
-            reason: why one has ended, as its keeper says.
+            reason: why one has ended, as its watcher says.
         """
         self.limits = limits
         self._line = line

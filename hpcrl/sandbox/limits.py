@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 import resource
 from dataclasses import dataclass
 
 from hpcrl.errors import UsageError
-from hpcrl.sandbox.frames import TRANSFER
+from hpcrl.sandbox.inside.frames import TRANSFER
 
 _LEAST = {"disk": 1 << 20, "files": 16, "inodes": 64, "memory": 32 << 20, "processes": 2}
 _MOST = 1 << 42
@@ -63,13 +65,12 @@ class BoxLimits:
         if self.output > TRANSFER // 2:
             raise UsageError(f"BoxLimits(output={self.output:,})", f"give {TRANSFER // 2:,} bytes or fewer")
 
-    def of_process(self, others: int) -> dict[int, int]:
-        """`resource.RLIMIT_*` of each process that a command starts.
-
-        Args:
-            others: processes outside that the kernel counts with those of the box.
-        """
-        return {
+    def of_process(self) -> dict[int, int]:
+        """`resource.RLIMIT_*` of each process that a command starts."""
+        major, minor = map(int, re.findall(r"\d+", os.uname().release)[:2])
+        # each user namespace counts for itself since Linux 5.14; before, all processes of the user: the watcher counts
+        count = {resource.RLIMIT_NPROC: self.processes + 3} if (major, minor) >= (5, 14) else {}
+        return count | {
             resource.RLIMIT_AS: 4 * self.memory,  # of what is reserved, most is never used
             resource.RLIMIT_CORE: 1,  # no file, and no program of the machine that a core is piped to (core(5))
             resource.RLIMIT_NICE: 0,
@@ -78,5 +79,4 @@ class BoxLimits:
             resource.RLIMIT_FSIZE: self.disk,
             resource.RLIMIT_MEMLOCK: 1 << 20,
             resource.RLIMIT_NOFILE: self.files,
-            resource.RLIMIT_NPROC: self.processes + others,
         }

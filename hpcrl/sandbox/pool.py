@@ -16,20 +16,14 @@ from typing import NamedTuple, Protocol
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox import accounts
 from hpcrl.sandbox.box import Box
-from hpcrl.sandbox.box_line import BoxLine, SandboxLost
-from hpcrl.sandbox.box_root import SYSTEM_IMAGE
-from hpcrl.sandbox.images.staging import image_root
-from hpcrl.sandbox.kinds.choose import OURS, chosen, prepare
-from hpcrl.sandbox.kinds.container_kind import ContainerKind
+from hpcrl.sandbox.box_line import BoxLine, Unconfined
+from hpcrl.sandbox.kinds import AUTO, PROGRAMS, SYSTEM_IMAGE, Shown, chosen, refuse_image
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.sandbox.run import Unconfined
-from hpcrl.sandbox.spawner_client import Spawner
 
 _AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processors alone
 _KINDS = 4  #: of images and limits, those used last, whose boxes are made ahead
-_TRIES = 3  #: spawners that may be lost while one box is made
 
-Kind = tuple[str, BoxLimits, ContainerKind | None]
+Kind = tuple[str, str, BoxLimits, Shown]  #: who makes a box, its image, its limits, and what else it sees
 
 
 class PoolCounts(NamedTuple):
@@ -68,14 +62,14 @@ class SandboxPool:
         limits: BoxLimits | None = None,
         kind: str | None = None,
     ) -> None:
-        """A pool for the event loop that runs; its spawner starts when the first box is asked for.
+        """A pool for the event loop that runs.
 
         Args:
             warm: boxes of each image and limits that are made ahead.
             most: boxes that may be in use at once; who asks for more waits.
             limits: of boxes that are asked for without.
-            kind: who makes their namespaces: "namespaces" (this package itself), "bubblewrap", "crun" or "apptainer";
-                None: what HPCRL_SANDBOX_KIND of the environment says, or else the first.
+            kind: who makes their namespaces: "unshare", "bwrap" or "apptainer"; "auto": the first of these that can
+                here; None: what HPCRL_SANDBOX_KIND of the environment says, or else "auto".
 
         Raises:
             UsageError: if a number is too small, or there is no such kind.
@@ -90,7 +84,8 @@ class SandboxPool:
         self._ready: OrderedDict[Kind, deque[BoxLine]] = OrderedDict()
         self._making = asyncio.Semaphore(_AT_ONCE)
         self._places = asyncio.Semaphore(most)
-        self._spawner: Spawner | None = None
+        self._lines: set[BoxLine] = set()
+        self._finding = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], Kind] = {}
         self._counts = PoolCounts()
         self._uses: dict[object, float] = {}
@@ -98,25 +93,28 @@ class SandboxPool:
         accounts.keep(self)
 
     @contextlib.asynccontextmanager
-    async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
+    async def box(
+        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, shown: Shown = ()
+    ) -> AsyncIterator[Box]:
         """A box of this caller's alone; it is ended, with all that is in it, when the block is left.
 
         Args:
             image: "system", the programs of this machine, or the absolute path of an unpacked root file system.
+            shown: files and directories that a box of "system" sees besides.
 
         Raises:
             UsageError: if the image is none of these, or the pool is closed.
             Unconfined: if this machine can make no box.
-            SandboxLost: if spawners end before they have made one.
+            SandboxLost: if it ends before it is ready.
         """
-        kind = await self._kind(image, limits)
+        kind = await self._kind(image, limits, shown)
         async with self._place(kind) as line:
 
             async def renew(before: BoxLine) -> BoxLine:
                 self._discard(before)
                 return await self._take(kind)
 
-            box = Box(line, kind[1], renew, self.reason)
+            box = Box(line, kind[2], renew, self.reason)
             try:
                 yield box
             finally:
@@ -167,15 +165,14 @@ class SandboxPool:
         return self._counts._replace(warm=warm, seconds=seconds)
 
     async def close(self) -> None:
-        """End every box, those in use too, and the spawner; wait until they have ended."""
+        """End every box, those in use too; wait until they have ended."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._ready.clear()
-        if self._spawner:
-            await self._spawner.close()
+        await asyncio.gather(*(line.close() for line in list(self._lines)), return_exceptions=True)
         accounts.settle(self)
 
     @property
@@ -191,8 +188,8 @@ class SandboxPool:
     def drop(self) -> None:
         """End every box after the end of the event loop, which waits for nothing any more."""
         self._closed = True
-        if self._spawner:
-            self._spawner.drop()
+        for line in self._lines:
+            line.end("its event loop has ended")
 
     async def __aenter__(self) -> SandboxPool:
         return self
@@ -200,12 +197,32 @@ class SandboxPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _kind(self, image: str, limits: BoxLimits | None) -> Kind:
-        """What boxes are made of; an image that is a file is unpacked, which takes a while the first time on a node."""
-        if image != SYSTEM_IMAGE:
-            image = await asyncio.to_thread(image_root, image)
-        kind = None if self._name == OURS else await asyncio.to_thread(prepare, self._name)
-        return image, limits or self._limits, kind
+    async def _kind(self, image: str, limits: BoxLimits | None, shown: Shown = ()) -> Kind:
+        """What boxes are made of."""
+        self._refuse_closed()
+        async with self._finding:
+            if self._name == AUTO:
+                self._name = await self._found()
+        refuse_image(image, self._name)
+        return self._name, image, limits or self._limits, shown
+
+    async def _found(self) -> str:
+        """The first kind that makes a box here."""
+        wrong = []
+        for name in PROGRAMS:
+            try:
+                line = await self._make((name, SYSTEM_IMAGE, self._limits, ()))
+            except Unconfined as error:
+                wrong.append(error.what.partition(": ")[2])
+                continue
+            self._lines_of((name, SYSTEM_IMAGE, self._limits, ())).append(line)
+            return name
+        accounts.failed("unconfined")
+        raise Unconfined(f"no sandbox can be made here: {'; '.join(wrong)}")
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
 
     def _count(self, **more: float) -> None:
         self._counts = self._counts.plus(**more)
@@ -249,51 +266,34 @@ class SandboxPool:
             self._discard(line, used=False)
 
     async def _make(self, kind: Kind) -> BoxLine:
-        if self._closed:
-            raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
+        self._refuse_closed()
         self._count(making=1)
+        line = BoxLine()
+        self._lines.add(line)
         try:
             async with self._making:
-                line = await self._made(kind)
+                self._refuse_closed()
+                name, *what = kind
+                await line.make(name, *what)
+        except BaseException:
+            self._discard(line, used=False)
+            raise
         finally:
             self._count(making=-1)
         self._count(made=1)
         return line
 
-    async def _made(self, kind: Kind) -> BoxLine:
-        """A box of this spawner's, or of the next where it is lost."""
-        wrong: SandboxLost | None = None
-        for _ in range(_TRIES):
-            if self._closed:
-                raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
-            before = self._spawner
-            if before is None or before.over:
-                self._spawner = Spawner()
-                if before:
-                    await before.close()
-            spawner = self._spawner
-            try:
-                return await spawner.make(*kind)
-            except SandboxLost as error:
-                wrong = error
-        raise wrong or SandboxLost("no sandbox was made")
-
     async def reason(self, line: BoxLine) -> str:
         """Why a box has ended, "" if that is not known."""
-        if self._spawner is None or self._spawner.over:
-            return ""
         with contextlib.suppress(TimeoutError):
-            return await self._spawner.reason(line)
+            return await asyncio.shield(line.close())
         return ""
 
     def _discard(self, line: BoxLine, used: bool = True) -> None:
         """End a box, and do not wait for that."""
         if used and line.lost:
             self._count(lost=1)
-        if self._spawner and not self._spawner.over:
-            self._spawner.begin_end(line)
-        else:
-            line.end("it was closed")
+        line.close().add_done_callback(lambda _: self._lines.discard(line))
 
 
 class BoxPool(Protocol):

@@ -1,4 +1,4 @@
-"""`run_confined`: a command that is not trusted, run where it can do no harm, and what it wrote.
+"""`run_confined`: a command that is not trusted, run in a box of its own, and what it wrote.
 
 Invariant: the command gets none of the caller's files, no terminal, and no variable that is not handed over; it has
 ended, with all that it started, when the call returns.
@@ -6,40 +6,23 @@ ended, with all that it started, when the call returns.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
+import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.errors import HpcrlError
-from hpcrl.sandbox.private_root import View
-from hpcrl.sandbox.usage import START
+from hpcrl.sandbox.box import Box
+from hpcrl.sandbox.box_line import SandboxLost
+from hpcrl.sandbox.kinds import PROGRAMS, Shown
+from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.pool import SandboxPool
 
-OUTPUT = 16 << 20  #: bytes that are read of what it writes
-_MORE = 15.0  #: seconds that the watching process may take beyond what it gives the command
-#: variables that the watching process needs to start; the command does not get them
-_PYTHONS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-
-
-class Unconfined(HpcrlError):
-    """The command was not run, because it cannot be confined here."""
-
-
-def python_variables() -> dict[str, str]:
-    """Of this process's variables those that Python needs to start, and no other: no key is among them."""
-    return {name: os.environ[name] for name in _PYTHONS if name in os.environ}
-
-
-def refusal() -> str:
-    """Why this machine cannot confine a command of this user's, "" if it can."""
-    try:
-        run_confined(["/bin/sh", "-c", ":"], View(), {}, _MORE)
-    except Unconfined as error:
-        return error.what
-    return ""
+OUTPUT = 16 << 20  #: bytes that are kept of each of a command's outputs
+RESULTS = "/work/results"  #: where a command writes what comes back
+MOST = 64 << 20  #: bytes of results
+LIMITS = BoxLimits(memory=1536 << 20, processes=128, cpu=20, disk=64 << 20, output=OUTPUT)
 
 
 class Confined(NamedTuple):
@@ -60,7 +43,12 @@ class Confined(NamedTuple):
 
 
 def run_confined(
-    command: Sequence[str], view: View, environment: Mapping[str, str], seconds: float, directory: str = "/"
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    seconds: float,
+    shown: Shown = (),
+    directory: str = "/",
+    results: str = "",
 ) -> Confined:
     """Run a command.
 
@@ -69,51 +57,54 @@ def run_confined(
 
     Args:
         command: its first word is a path inside.
-        view: the files that it sees, besides the system's directories.
-        environment: all of its variables.
+        environment: its variables, besides those of every box.
         seconds: it is ended after these.
+        shown: what it sees besides the system's directories.
+        results: an empty directory outside that gets the regular files of RESULTS.
 
     Raises:
         Unconfined: says why this machine cannot confine it; nothing was run.
     """
-    task = {
-        "command": list(command),
-        "directory": directory,
-        "environment": dict(environment),
-        "results": view.results,
-        "seconds": seconds,
-        "shown": [list(pair) for pair in view.shown],
-    }
-    with (
-        tempfile.TemporaryFile() as told,
-        tempfile.TemporaryFile() as report,
-        tempfile.TemporaryFile() as out,
-        tempfile.TemporaryFile() as err,  # files, whose size the limits bound
-    ):
-        told.write(json.dumps(task).encode())
-        told.seek(0)
-        numbers = (told.fileno(), report.fileno())
-        words = [sys.executable, "-P", "-m", "hpcrl.sandbox.main", *map(str, numbers)]
-        try:
-            subprocess.run(
-                words,
-                env=python_variables(),
-                pass_fds=numbers,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                timeout=START + seconds + _MORE,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Confined(-9, "", "", late=True)
-        texts = [(file.seek(0), file.read(OUTPUT).decode(errors="replace"))[1] for file in (report, out, err)]
-    if not texts[0]:
-        last = texts[2].strip().splitlines()[-1:] or ["its watching process ended"]
-        raise Unconfined(f"it cannot be confined here: {last[0]}")
-    found = json.loads(texts[0])
-    if "unconfined" in found:
-        raise Unconfined(f"it cannot be confined here: {found['unconfined']}")
-    late = found["ended"] == "time"
-    return Confined(found["status"], texts[1], texts[2], late, "" if late else found["ended"])
+
+    async def work() -> Confined:
+        async with SandboxPool(warm=0, limits=LIMITS) as pool, pool.box(shown=shown) as box:
+            await box.run(["mkdir", RESULTS])
+            done = await box.run(command, seconds, env=environment, cwd=directory)
+            if results:
+                with contextlib.suppress(OSError):  # it has put them away, or too many there
+                    await _fetch(box, Path(results))
+            return Confined(done.code, done.stdout, done.stderr, done.timed_out, done.limit)
+
+    try:
+        return asyncio.run(work())
+    except SandboxLost as error:
+        return Confined(-9, "", "", limit=f"lost its sandbox ({error.what})")
+
+
+async def _fetch(box: Box, results: Path) -> None:
+    """Copy what was written, MOST bytes of regular files."""
+    left = MOST
+    for one in await box.listing(RESULTS):
+        if one.kind == "file" and one.size <= left:
+            data = await box.read(f"{RESULTS}/{one.name}", left)
+            left -= len(data)
+            (results / one.name).write_bytes(data)
+
+
+def kind_refusals() -> dict[str, str]:
+    """Each kind, and why this machine can make no box of it; "": it can."""
+    return {name: error.what if (error := refusal_of(name)) else "" for name in PROGRAMS}
+
+
+def refusal_of(kind: str | None) -> HpcrlError | None:
+    """Why this machine can make no box of a kind; None: it can, for one has run a command a moment ago."""
+
+    async def work() -> None:
+        async with SandboxPool(warm=0, kind=kind) as pool, pool.box() as box:
+            await box.run(["/bin/sh", "-c", ":"])
+
+    try:
+        asyncio.run(work())
+    except HpcrlError as error:
+        return error
+    return None

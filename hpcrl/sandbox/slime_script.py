@@ -28,8 +28,9 @@ from typing import Any
 
 from hpcrl.config.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, notes_of_variables
 from hpcrl.errors import UsageError
-from hpcrl.sandbox.private_root import RESULTS, View, in_system
-from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
+from hpcrl.sandbox.box_line import Unconfined
+from hpcrl.sandbox.kinds import in_system
+from hpcrl.sandbox.run import OUTPUT, RESULTS, Confined, run_confined
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import read_given, read_regular
 
@@ -44,7 +45,7 @@ TOOLS = (
 )
 #: commands that other tools start (env, xargs), or bash's exec: they are in PATH as scripts that note themselves down
 NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall nohup timeout"
-MOST_CALLS = 20_000  #: commands noted down
+MOST_CALLS = 10_000  #: commands noted down
 MOST = 1 << 20  #: bytes of one, or of a script
 #: of these tools and commands, what a script that runs unconfined does not get
 WRITERS = "mkdir mktemp rm tee"
@@ -130,8 +131,8 @@ def run_script(
         }
         shown = {place: place for place in places if os.path.exists(place) and not in_system(place)}
         try:
-            view = View(tuple(shown.items()), str(scratch / "calls"))
-            said = run_confined(line, view, environment, seconds, str(script.parent))
+            results = str(scratch / "calls")
+            said = run_confined(line, environment, seconds, tuple(shown.items()), str(script.parent), results)
         except Unconfined as error:
             if not trusted:
                 hint = "run it elsewhere; with --trust-script, if you trust it; or hpcrl import -- ARGUMENTS"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
 import struct
 import sys
@@ -738,7 +739,7 @@ def test_a_client_without_a_cluster(
     what it means, and a failure as soon as a site, a job's shape or the nodes are asked for."""
     require("squeue")
     monkeypatch.setattr(doctor.packages, "check_packages", lambda **_: ())
-    monkeypatch.setattr(doctor, "_sandbox", lambda: Finding("ok", "", "a sandbox"))
+    monkeypatch.setattr(doctor, "check_kinds", lambda _: Finding("ok", "", "a sandbox"))
     monkeypatch.delenv("HPCRL_SITE", raising=False)
     (tmp_path / "slurm.conf").write_text(
         "ClusterName=none\nSlurmctldHost=none(127.0.0.1)\nSlurmctldPort=9\nAuthType=auth/none\nMessageTimeout=2\n"
@@ -766,23 +767,19 @@ def test_a_client_without_a_cluster(
 
 @needs("namespaces")
 @pytest.mark.process
-def test_whether_programs_can_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sandbox is tried; where there is none, imports are refused, which is told."""
-    assert doctor._sandbox().level == "ok"
-    monkeypatch.setattr("hpcrl.sandbox.run.sys.executable", "/bin/false")
-    found = doctor._sandbox()
-    assert found.level == "warn" and "cannot be confined" in found.what and "hpcrl import" in found.hint
-
-
 def test_which_kinds_of_sandboxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each has its reason; the one that the environment names, or the run, has to be there."""
-    monkeypatch.setenv("PATH", str(tmp_path))
+    """Each has its reason; the one that the environment names, or the run, has to be there; one has to be in any case."""
     monkeypatch.delenv("HPCRL_SANDBOX_KIND", raising=False)
+    (tmp_path / "unshare").symlink_to(shutil.which("unshare") or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
     found = check_kinds()
-    assert found.level == "ok" and "apptainer" in found.what and "bubblewrap" in found.what
+    assert found.level == "ok" and "sandboxes: unshare;" in found.what and "bwrap is not installed" in found.what
     monkeypatch.setenv("HPCRL_SANDBOX_KIND", "apptainer")
     assert check_kinds().level == "warn" and check_kinds().hint.startswith("apptainer ")
     monkeypatch.delenv("HPCRL_SANDBOX_KIND")
-    assert check_kinds({"bubblewrap"}).level == "warn" and check_kinds({"namespaces"}).level == "ok"
+    assert check_kinds({"bwrap"}).level == "warn" and check_kinds({"unshare"}).level == "ok"
     monkeypatch.setenv("HPCRL_SANDBOX_KIND", "docker")
     assert check_kinds().level == "fail"
+    monkeypatch.delenv("HPCRL_SANDBOX_KIND")
+    (tmp_path / "unshare").unlink()
+    assert check_kinds().level == "warn" and "hpcrl import" in check_kinds().hint

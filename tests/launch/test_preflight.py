@@ -18,7 +18,7 @@ from hpcrl.launch.preflight import NOTHING, HostView, absent, model_notes, refus
 from hpcrl.launch.site_file import load_site
 from hpcrl.launch.slurm.submission import preview
 from hpcrl.run.rundir import TRACKER
-from hpcrl.sandbox.kinds.choose import VARIABLE
+from hpcrl.sandbox.kinds import VARIABLE
 from tests.support.published_models import MODELS
 
 RECIPE = """
@@ -156,16 +156,16 @@ def test_a_kind_of_sandbox_is_tried_first(
     """What a later stage would find is said before the first one; one that cannot be had needs no function's help."""
     monkeypatch.setenv("PATH", str(folder))  # no bwrap
     agent = "--custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate"
-    status, said = said_by(command, f"{agent} --sandbox-kind bubblewrap", capsys)
-    assert status == 2 and "--sandbox-kind bubblewrap: no sandbox" in said, said
-    status, said = said_by(command, f"{agent} --sandbox-on nodes --sandbox-kind bubblewrap", capsys)
-    assert status == 2 and "--sandbox-kind bubblewrap: no sandbox" in said, "all nodes are this machine"
+    status, said = said_by(command, f"{agent} --sandbox-kind bwrap", capsys)
+    assert status == 2 and "--sandbox-kind bwrap: no sandbox" in said, said
+    status, said = said_by(command, f"{agent} --sandbox-on nodes --sandbox-kind bwrap", capsys)
+    assert status == 2 and "--sandbox-kind bwrap: no sandbox" in said, "all nodes are this machine"
     monkeypatch.setenv(VARIABLE, "docker")
     status, said = said_by(command, agent, capsys)
     assert status == 2 and f"{VARIABLE}=docker" in said, said
-    monkeypatch.setenv(VARIABLE, "bubblewrap")
+    monkeypatch.setenv(VARIABLE, "bwrap")
     preflight.refuse_missing_boxes([Options(hf_checkpoint="model", rollout_num_gpus=1)])
-    with pytest.raises(UsageError, match=f"^{VARIABLE}=bubblewrap: no sandbox"):
+    with pytest.raises(UsageError, match=f"^{VARIABLE}=bwrap: no sandbox"):
         preflight.refuse_missing_boxes([Options(hf_checkpoint="model", rollout_num_gpus=1, custom_rm_path="a.b")])
     assert not (folder / "runs").exists()
 

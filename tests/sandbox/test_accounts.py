@@ -10,8 +10,8 @@ import pytest
 
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, Unconfined, accounts
 from hpcrl.sandbox.accounts import COMMANDS, LONGEST, Recording, news, recording
+from hpcrl.sandbox.box_line import BoxLine
 from hpcrl.sandbox.pool import PoolCounts
-from hpcrl.sandbox.spawner_client import Spawner
 from tests.support.able import needs
 
 pytestmark = pytest.mark.process
@@ -95,7 +95,7 @@ def test_a_lost_box_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
                 async def refused(*_: Any) -> None:
                     raise Unconfined("none here")
 
-                monkeypatch.setattr(Spawner, "make", refused)
+                monkeypatch.setattr(BoxLine, "make", refused)
                 with pytest.raises(Unconfined):
                     async with pool.box():
                         pass

@@ -1,5 +1,5 @@
 """A hostile program against what a user has: every attempt of `attacks.py`, from a script that is imported, from a
-command that is confined, from a worker that has confined itself and from a box; as root and as an ordinary user."""
+command that is confined and from a box; as root and as an ordinary user (of each kind of box: `test_kinds.py`)."""
 
 from __future__ import annotations
 
@@ -32,23 +32,10 @@ import json, os, sys
 package, folder = sys.argv[1:3]
 sys.path.insert(0, package)
 os.environ["PYTHONPATH"] = package
-from hpcrl.sandbox.private_root import View
 from hpcrl.sandbox.run import run_confined
 command = [sys.executable, "-I", f"{folder}/attacks.py", f"{folder}/victim.json"]
-done = run_confined(command, View(((folder, folder),)), {"PATH": "/usr/bin:/bin"}, 120.0)
+done = run_confined(command, {"PATH": "/usr/bin:/bin"}, 120.0, ((folder, folder),))
 print(done.out if done.out else json.dumps(done._asdict()))
-"""
-#: the same in a process that confines itself; it may start others, as each attempt has a process
-WORKER = """
-import sys
-package, folder = sys.argv[1:3]
-sys.path.insert(0, package)
-from hpcrl.sandbox.confine import confine
-from hpcrl.sandbox.private_root import View
-confine(View(((folder, folder),)), programs=True)
-sys.argv[:] = ["attacks.py", f"{folder}/victim.json"]
-__file__ = f"{folder}/attacks.py"
-exec(compile(open(__file__).read(), __file__, "exec"))
 """
 #: the same in a box, whose files from outside were written into it
 BOX = """
@@ -107,7 +94,7 @@ def readable_directory() -> Iterator[Path]:
         source = Path(hpcrl.__file__).parent
         shutil.copytree(source / "sandbox", package / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
         (package / "utils").mkdir()
-        utils = (f"utils/{name}.py" for name in ("__init__", "deadline", "locks", "plugins"))
+        utils = (f"utils/{name}.py" for name in ("__init__", "deadline"))
         for name in ("__init__.py", "errors.py", *utils):
             shutil.copy(source / name, package / name)
         (folder / "shown").mkdir()
@@ -159,13 +146,13 @@ def attack(program: str, user: SecondUser | None) -> Outcome:
         return Outcome(json.loads(lines[-1]), damage, said)
 
 
-WAYS = {"import": "import", "command": COMMAND, "worker": WORKER, "box": BOX}
+WAYS = {"import": "import", "command": COMMAND, "box": BOX}
 _done: dict[tuple[str, bool], Outcome] = {}
 
 
 @pytest.fixture(
     params=[
-        *("import-root", "command-root", "command-user", "worker-root", "worker-user", "box-root", "box-user"),
+        *("import-root", "command-root", "command-user", "box-root", "box-user"),
     ]
 )
 def outcome(request: pytest.FixtureRequest) -> Outcome:
@@ -183,10 +170,8 @@ def test_an_attempt_gets_nothing(name: str, outcome: Outcome) -> None:
     assert not outcome.got.get(name)
 
 
-def test_nothing_was_done_outside(outcome: Outcome, request: pytest.FixtureRequest) -> None:
-    """What a worker has started may outlive it; real ones may start nothing (`test_confine.py`)."""
-    left = {"process left"} if "worker" in request.node.name else set()
-    assert outcome.got and set(outcome.damage) <= left
+def test_nothing_was_done_outside(outcome: Outcome) -> None:
+    assert outcome.got and not outcome.damage
 
 
 def test_the_attempts_are_real() -> None:

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 from hpcrl.errors import UsageError
-from hpcrl.sandbox import Box, BoxLimits, SandboxPool, Unconfined
-from hpcrl.sandbox import keeper as keeper_module
-from hpcrl.sandbox.box_init import ENDED, WAKE
-from hpcrl.sandbox.box_root import WORK
-from hpcrl.sandbox.usage import POLL
+from hpcrl.sandbox import Box, BoxLimits, SandboxPool, Unconfined, kinds
+from hpcrl.sandbox.inside.files import WORK
+from hpcrl.sandbox.inside.first import ENDED, WAKE
+from hpcrl.sandbox.watcher import POLL, Watch
 from tests.support.able import needs
 from tests.support.boxes import Loop
 
@@ -239,15 +238,16 @@ def test_what_a_command_held_is_not_the_nexts(loop: Loop) -> None:
 
 
 def test_a_box_over_a_limit_is_told_once() -> None:
-    """The keeper looks at nothing until all that ran has ended: what it saw would be held against the next command."""
-    keeper, box = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """The watcher looks at nothing until all that ran has ended: what it saw would be held against the next command."""
+    watcher, box = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifeline, user = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     proc = os.open("/proc", os.O_RDONLY)
-    watch = keeper_module._Watch(BoxLimits(memory=32 << 20, disk=16 << 20, processes=10_000), keeper, lifeline, proc)
+    limits = BoxLimits(memory=32 << 20, disk=16 << 20, processes=10_000)
+    watch = Watch(limits, watcher, [lifeline.fileno()], proc, [])
     ended: list[str] = []
     thread = threading.Thread(target=lambda: ended.append(watch.run()))
     box.settimeout(30.0)
-    with keeper, box, lifeline:
+    with watcher, box, lifeline:
         thread.start()
         box.send(WAKE)
         for _ in range(3):
@@ -358,27 +358,34 @@ def test_an_image_that_is_not_there(loop: Loop, tmp_path: Path) -> None:
             pass
 
 
-HOOK = """
-import importlib
-module = importlib.import_module("hpcrl.sandbox.{module}")
-def refuse(*words):
-    if {where}:
-        raise OSError(1, "refused by the test")
-    return before(*words)
-before = module.{name}
-module.{name} = refuse
-"""
+IMPORTED = "from hpcrl.sandbox.inside.main import main;"
+#: a call of the first process's fails as the kernel says it
+FAILS = (
+    IMPORTED + " from hpcrl.sandbox.inside import kernel; import ctypes;"
+    " kernel.libc.{call} = lambda *_: [ctypes.set_errno(1), -1][1];"
+)
+#: a step of its own does
+REFUSES = (
+    IMPORTED + " from hpcrl.sandbox.inside import main as found; from unittest import mock;"
+    " found.{name} = mock.Mock(side_effect=OSError(1, 'refused by the test'));"
+)
 
 
-def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, where: str) -> None:
-    """Have the kernel refuse a step, in spawners that are started from now on."""
-    (tmp_path / "sitecustomize.py").write_text(HOOK.format(module=module, name=name, where=where))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def changed(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Have the argument list say something else."""
+    before = kinds.box_words
+
+    def words(*given: Any) -> list[str]:
+        found = before(*given)
+        assert any(old in word for word in found)
+        return [word.replace(old, new) for word in found]
+
+    monkeypatch.setattr("hpcrl.sandbox.box_line.box_words", words)
 
 
-def test_no_overlay(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_overlay(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where users may mount none the image is read-only, and the box says so."""
-    hooked(tmp_path, monkeypatch, "box_root", "mount", "words[2] == 'overlay'")
+    changed(monkeypatch, "mount -t overlay", "mount -t no-such-overlay")
     with Loop() as loop, loop.box(str(image)) as box:
         assert not box.layered
         done = loop.run(box.run("cat /etc/motd; echo a > ~/b; echo c > /tmp/d; cat ~/b /tmp/d; echo > /etc/x"))
@@ -386,23 +393,28 @@ def test_no_overlay(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    ("old", "new", "said"),
     [
-        ("confine", "unshare"),
-        ("keeper", "unshare"),
-        ("box_root", "pivot_root"),
-        ("kinds.first_process", "drop_capabilities"),
-        ("seccomp", "check"),
+        ("--user", "--no-such-namespace", "unrecognized option"),
+        ("mount -t proc", "mount -t no-such-proc", "mount: .*denied|unknown filesystem"),
+        ("pivot_root . ", "echo refused by the test >&2; exit 1; ", "refused by the test"),
+        ("--pid", "--uts", "ermission denied|not permitted"),
+        (IMPORTED, FAILS.format(call="prctl"), "ending with the process .*: .*not permitted"),
+        (IMPORTED, FAILS.format(call="umount2"), "leaving the root before: .*not permitted.*docs/security.md"),
+        (IMPORTED, FAILS.format(call="unshare"), "making a user namespace: .*not permitted.*docs/security.md"),
+        (IMPORTED, FAILS.format(call="capset"), "dropping capabilities: .*not permitted"),
+        (IMPORTED, REFUSES.format(name="seccomp.refuse_calls"), "refused by the test"),
+        (IMPORTED, REFUSES.format(name="_disks"), "refused by the test"),
     ],
 )
-def test_no_box_is_half_confined(module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_box_is_half_confined(old: str, new: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where any part fails there is one error that says which, and whoever asks again is told again."""
-    hooked(tmp_path, monkeypatch, module, name, "True")
+    changed(monkeypatch, old, new)
 
     async def ask() -> None:
-        async with SandboxPool(warm=1) as pool:
+        async with SandboxPool(warm=1, kind="unshare") as pool:
             for _ in range(2):
-                with pytest.raises(Unconfined, match="refused by the test"):
+                with pytest.raises(Unconfined, match=said):
                     async with pool.box():
                         pass
             assert pool.counts().made == 0

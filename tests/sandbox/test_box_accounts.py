@@ -120,14 +120,14 @@ async def main():
     tasks = [asyncio.create_task(hold(pool, ready)) for _ in range(3)]
     for _ in tasks:
         await ready.acquire()
-    print(pool._spawner.pid, flush=True)
+    print(*(line.pid for line in pool._lines), flush=True)
     print(*await asyncio.gather(*tasks), flush=True)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("killed", ["spawner", "user"])
+@pytest.mark.parametrize("killed", ["watchers", "user"])
 def test_nothing_is_left_of_an_ordinary_users_boxes(killed: str) -> None:
     """Signals at a parent's end, and ends of streams, hold for processes in a user's own namespaces as well."""
     user = make_user()
@@ -135,11 +135,12 @@ def test_nothing_is_left_of_an_ordinary_users_boxes(killed: str) -> None:
         holder = user.start(HOLDER, str(folder / "package"))
         try:
             assert holder.stdout is not None
-            spawner = int(read_line(holder))
-            left = family(spawner)
-            assert len(left) >= 1 + 3 * 3
-            os.kill(spawner if killed == "spawner" else holder.pid, signal.SIGKILL)
-            if killed == "spawner":
+            watchers = [int(word) for word in read_line(holder).split()]
+            left = {one for pid in watchers for one in family(pid)}
+            assert len(watchers) == 3 and len(left) >= 3 * 4
+            for pid in watchers if killed == "watchers" else [holder.pid]:
+                os.kill(pid, signal.SIGKILL)
+            if killed == "watchers":
                 assert read_line(holder) == "lost lost lost\n"
             end = time.monotonic() + 30
             while any(alive(pid) for pid in left) and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""What is tried from inside a box against its own keeper, against other boxes and against who reads files out of it.
+"""What is tried from inside a box against its own watcher, against other boxes and against who reads files out of it.
 
 What a hostile program tries against the user's account is in `test_attacks.py`, which does it in boxes as well."""
 
@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.sandbox import Box, BoxLimits
 from tests.support.able import needs
-from tests.support.boxes import Loop, family
+from tests.support.boxes import Loop, all_of, watchers
 
 pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 LIMITS = BoxLimits(memory=256 << 20, processes=48, disk=16 << 20, inodes=500, output=1 << 16, seconds=30.0)
@@ -26,7 +26,7 @@ GOT = "GOT-IT"
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[Loop]:
-    """Its spawner begins while this process has a secret in its environment."""
+    """Its boxes begin while this process has a secret in its environment."""
     os.environ["HPCRL_TEST_SECRET"] = "secret-of-the-run"
     try:
         with Loop() as made, made.box():
@@ -41,15 +41,10 @@ def box(loop: Loop) -> Iterator[Box]:
         yield made
 
 
-def spawner_of(loop: Loop) -> int:
-    assert loop.pool._spawner is not None
-    return loop.pool._spawner.pid
-
-
 ATTACKS = {
     "signals to its first process": "for s in KILL TERM INT STOP CHLD HUP USR1 SEGV ABRT; do kill -$s 1; done; sleep 0.1",
     "signals to all": "kill -KILL -1",
-    "signals to outside": "kill -0 {spawner} && echo GOT-IT; kill -0 {test} && echo GOT-IT",
+    "signals to outside": "kill -0 {watcher} && echo GOT-IT; kill -0 {test} && echo GOT-IT",
     "memory of its first process": "cat /proc/1/mem /proc/1/environ /proc/1/maps && echo GOT-IT; : > /proc/1/mem && echo GOT-IT",
     "files of its first process": "ls /proc/1/fd/ /proc/1/root/ /proc/1/cwd/ && echo GOT-IT",
     "tracing its first process": f"{PYTHON} -c \"import ctypes; r = ctypes.CDLL(None).ptrace(16, 1, 0, 0); print('GOT-IT' if r == 0 else r)\"",
@@ -81,7 +76,7 @@ FULL = ("deep directories", "holes")
 def test_an_attack_from_inside(name: str, loop: Loop, box: Box) -> None:
     """It gets nothing, and the box serves its user as before, or is itself again after a reset."""
     command = ATTACKS[name].replace("{{", "{").replace("}}", "}")
-    command = command.replace("{spawner}", str(spawner_of(loop))).replace("{test}", str(os.getpid()))
+    command = command.replace("{watcher}", str(watchers(loop.pool)[0])).replace("{test}", str(os.getpid()))
     done = loop.run(box.run(command, 20.0))
     assert GOT not in done.stdout + done.stderr, done
     assert len(done.stdout) <= LIMITS.output and not done.timed_out, done
@@ -96,7 +91,7 @@ def test_an_attack_from_inside(name: str, loop: Loop, box: Box) -> None:
         assert "bomb" in name and "processes" in again.limit, again
         loop.run(box.reset())
         assert loop.run(box.run("echo alive")).stdout == "alive\n"
-    assert os.path.exists(f"/proc/{spawner_of(loop)}")
+    assert all(os.path.exists(f"/proc/{pid}") for pid in watchers(loop.pool))
 
 
 def test_what_an_ignored_signal_keeps(loop: Loop, box: Box) -> None:
@@ -157,16 +152,11 @@ def test_background_processes_that_keep_outputs_open(loop: Loop, box: Box) -> No
             await asyncio.gather(*(box.run("echo x; sleep 0.1") for _ in range(12)))
 
     loop.run(many())
-    first = next(pid for pid in inside(loop) if b"keep.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    first = next(pid for pid in all_of(loop.pool) if b"keep.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
     parent = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
     assert int(loop.run(box.read("/tmp/held"))) > 130
     said = Path(f"/proc/{parent}/status").read_text()  # which any user may read, unlike the list of its files
     assert int(re.search(r"FDSize:\t(\d+)", said)[1]) <= 128, "the first process has kept files of ended commands"
-
-
-def inside(loop: Loop) -> list[int]:
-    """The processes of this pool, and all that runs in its boxes."""
-    return sorted(family(spawner_of(loop)) - {spawner_of(loop)})
 
 
 #: what a command does -> what must not be in what it prints

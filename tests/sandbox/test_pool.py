@@ -18,7 +18,7 @@ from hpcrl.errors import UsageError
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox.pool import default_pool
 from tests.support.able import needs
-from tests.support.boxes import alive, family
+from tests.support.boxes import alive, all_of, family, watchers
 from tests.support.children import read_line
 
 pytestmark = [pytest.mark.process, needs("namespaces", "python")]
@@ -72,9 +72,8 @@ def test_boxes_are_ready_when_asked_for() -> None:
             await third
             await until(lambda: pool.counts().warm == 3)
             assert pool.counts().waited >= 0.2 and pool.counts().lost == 0
-            assert pool._spawner is not None
-            left = family(pool._spawner.pid)
-            assert len(left) >= 7
+            left = all_of(pool)
+            assert len(left) >= 3 * 3
         assert gone(left)
         with pytest.raises(UsageError):
             async with pool.box():
@@ -97,9 +96,7 @@ def test_images_that_are_not_used_any_more(tmp_path: Path) -> None:
                     pass
             await until(lambda: pool.counts().making == 0 and not pool._tasks)
             assert pool.counts().warm == 4
-            assert pool._spawner is not None
-            spawner = pool._spawner
-            await until(lambda: len(spawner._lines) == 4)
+            await until(lambda: len(watchers(pool)) == 4)
 
     run(work())
 
@@ -121,9 +118,7 @@ def test_a_pool_whose_loop_has_ended() -> None:
     async def leave() -> None:
         async with sandbox() as box:
             assert (await box.run("true")).ok
-        spawner = default_pool()._spawner
-        assert spawner is not None
-        left.update(family(spawner.pid))
+        left.update(all_of(default_pool()))
 
     async def next_loop() -> None:
         await until(lambda: gone(left))
@@ -150,18 +145,17 @@ def test_numbers_of_a_pool() -> None:
 
 
 def test_a_box_that_is_lost() -> None:
-    """Its keeper, or its first process, is killed from outside: what it was asked raises `SandboxLost`."""
+    """Its watcher, or its first process, is killed from outside: what it was asked raises `SandboxLost`."""
 
     async def work() -> None:
         async with SandboxPool(warm=0) as pool:
-            for which in ("keeper", "first"):
+            for which in ("watcher", "first"):
                 async with pool.box() as box:
-                    assert pool._spawner is not None
-                    keeper, first = sorted(family(pool._spawner.pid) - {pool._spawner.pid})
+                    watcher, *_, first = sorted(all_of(pool))
                     assert (await box.run("(sleep 4731 > /dev/null &)")).ok
                     asked = asyncio.create_task(box.run("sleep 4731"))
                     await until(lambda: len(sleepers("4731")) == 2)
-                    os.kill(keeper if which == "keeper" else first, signal.SIGKILL)
+                    os.kill(watcher if which == "watcher" else first, signal.SIGKILL)
                     with pytest.raises(SandboxLost):
                         await asked
                     with pytest.raises(SandboxLost):
@@ -180,8 +174,7 @@ def test_a_box_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def work() -> None:
         async with SandboxPool(warm=0) as pool, pool.box() as box:
-            assert pool._spawner is not None
-            stuck = family(pool._spawner.pid) - {pool._spawner.pid}
+            stuck = all_of(pool)
             os.kill(max(stuck), signal.SIGSTOP)
             with pytest.raises(SandboxLost, match="no answer"):
                 await box.run("true", 0.2)
@@ -199,11 +192,10 @@ def test_a_box_that_cannot_end_what_runs_in_it() -> None:
     async def work() -> None:
         limits = BoxLimits(memory=64 << 20, disk=1 << 20)
         async with SandboxPool(warm=0, limits=limits) as pool, pool.box() as box:
-            assert pool._spawner is not None
-            first = max(family(pool._spawner.pid))
+            first = max(all_of(pool))
             hold = "/usr/bin/python3 -c \"import time; time.sleep(1); x = b'x' * (100 << 20); time.sleep(60)\""
             asked = asyncio.create_task(box.run(hold, 30.0))
-            await until(lambda: len(family(pool._spawner.pid)) > 3)
+            await until(lambda: len(all_of(pool)) > 3)
             os.kill(first, signal.SIGSTOP)
             done = await asked
             assert "64 MiB" in done.limit and not done.ok
@@ -213,7 +205,7 @@ def test_a_box_that_cannot_end_what_runs_in_it() -> None:
     run(work())
 
 
-def test_the_spawner_is_killed_with_ten_boxes() -> None:
+def test_all_watchers_are_killed() -> None:
     """Each of them raises, nothing of them is left, and the pool has boxes again."""
 
     async def work() -> None:
@@ -226,34 +218,15 @@ def test_the_spawner_is_killed_with_ten_boxes() -> None:
 
             tasks = [asyncio.create_task(use()) for _ in range(10)]
             await until(lambda: len(sleepers("4732")) == 20)
-            assert pool._spawner is not None
-            left = family(pool._spawner.pid)
-            os.kill(pool._spawner.pid, signal.SIGKILL)
+            left = all_of(pool)
+            for pid in watchers(pool):
+                os.kill(pid, signal.SIGKILL)
             raised = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(error, SandboxLost) for error in raised), raised
             await until(lambda: gone(left) and not sleepers("4732"))
             async with pool.box() as box:
                 assert (await box.run("echo again")).stdout == "again\n"
             assert pool.counts().lost == 10
-
-    run(work())
-
-
-def test_a_box_of_a_spawner_before_ends_no_other() -> None:
-    """Who leaves a lost box late does nothing to a box of the next spawner."""
-
-    async def work() -> None:
-        async with SandboxPool(warm=0) as pool:
-            async with pool.box() as lost:
-                assert pool._spawner is not None
-                os.kill(pool._spawner.pid, signal.SIGKILL)
-                with pytest.raises(SandboxLost):
-                    await lost.run("sleep 60")
-                late = pool.box()
-                other = await late.__aenter__()
-            await asyncio.sleep(0.3)
-            assert (await other.run("echo still there")).stdout == "still there\n"
-            await late.__aexit__(None, None, None)
 
     run(work())
 
@@ -274,59 +247,35 @@ async def main():
     tasks = [asyncio.create_task(use(pool, ready)) for _ in range(10)]
     for _ in tasks:
         await ready.acquire()
-    print(pool._spawner.pid, flush=True)
+    print(*(line.pid for line in pool._lines), flush=True)
     await asyncio.gather(*tasks)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["spawner runs", "spawner stopped"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["watchers run", "watchers stopped"])
 def test_the_user_is_killed_with_ten_boxes(stopped: bool) -> None:
-    """Nothing is left of any of them, nor of the spawner: a stopped one leaves itself alone, until it continues."""
+    """Nothing is left of any of them, nor of their watchers: a stopped one leaves itself alone, until it continues."""
     user = subprocess.Popen([sys.executable, "-c", USER], stdout=subprocess.PIPE, text=True)
     try:
         assert user.stdout is not None
-        spawner = int(read_line(user))
-        left = family(spawner)
-        assert len(left) >= 41
-        if stopped:
-            os.kill(spawner, signal.SIGSTOP)
+        pids = [int(word) for word in read_line(user).split()]
+        left = {one for pid in pids for one in family(pid)}
+        assert len(pids) >= 10 and len(left) >= 5 * 10
+        for pid in pids if stopped else ():
+            os.kill(pid, signal.SIGSTOP)
         user.kill()
         user.wait(60)
         end = time.monotonic() + 30
         while sleepers("4733") and time.monotonic() < end:
             time.sleep(0.02)
         assert not sleepers("4733")
-        if stopped:
-            os.kill(spawner, signal.SIGCONT)
+        for pid in pids if stopped else ():
+            os.kill(pid, signal.SIGCONT)
         while not gone(left) and time.monotonic() < end:
             time.sleep(0.02)
         assert gone(left)
     finally:
         user.kill()
         user.communicate(timeout=60)
-
-
-CONFINED = """
-import asyncio
-from hpcrl.sandbox import SandboxPool, Unconfined
-from hpcrl.sandbox.confine import confine, view_of_python
-
-async def main():
-    pool = SandboxPool()
-    confine(view_of_python())
-    try:
-        async with pool.box():
-            print("made")
-    except Unconfined as error:
-        print("refused:", error)
-
-asyncio.run(main())
-"""
-
-
-def test_a_process_that_may_start_none() -> None:
-    """Such as one of built-in rewards: one clear error, not one of a subprocess."""
-    done = subprocess.run([sys.executable, "-c", CONFINED], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.startswith("refused:") and "spawner" in done.stdout, done

@@ -34,7 +34,6 @@ PROGRAMS = {
     "bwrap": "apt-get install bubblewrap",
     "cc": "apt-get install gcc",
     "chromium": "apt-get install chromium",
-    "crun": "apt-get install crun",
     "fish": "apt-get install fish",
     "git": "apt-get install git",
     "shellcheck": "apt-get install shellcheck",
@@ -70,14 +69,12 @@ def _required() -> set[str]:
 
 
 def _namespaces() -> str:
-    """What the product says of a confined command, and of a box."""
+    """What the product says of a box."""
     if sys.platform != "linux":
         return "Linux confines"
-    from hpcrl.sandbox.kinds.choose import OURS
-    from hpcrl.sandbox.kinds.trial import refusal_of
-    from hpcrl.sandbox.run import refusal
+    from hpcrl.sandbox.run import refusal_of
 
-    return refusal() or (error.what if (error := refusal_of(OURS)) else "")
+    return error.what if (error := refusal_of("unshare")) else ""
 
 
 def _root() -> str:
@@ -120,7 +117,7 @@ def find_account() -> pwd.struct_passwd | None:
 
 def _account_namespaces() -> str:
     """Root may make namespaces in many a place where users may not."""
-    from hpcrl.sandbox.system_calls import NO_NAMESPACES
+    from hpcrl.sandbox.box_line import NO_NAMESPACES
 
     if why := lacking("namespaces") or lacking("account"):
         return why

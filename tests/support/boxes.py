@@ -1,6 +1,6 @@
 """Boxes for tests that are no coroutines: an event loop in a thread of its own, with one pool.
 
-Invariant: when it is left, the pool is closed: no box and no spawner of it is there any more.
+Invariant: when it is left, the pool is closed: no box of it is there any more.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ SECONDS = 120.0
 class Loop:
     """The loop and its pool; a context manager."""
 
-    def __init__(self, warm: int = 1) -> None:
+    def __init__(self, warm: int = 1, kind: str = "unshare") -> None:
         self._warm = warm
+        self._kind = kind
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -34,7 +35,7 @@ class Loop:
         self._thread.start()
 
         async def pool() -> SandboxPool:
-            return SandboxPool(self._warm)
+            return SandboxPool(self._warm, kind=self._kind)
 
         self.pool = self.run(pool())
         return self
@@ -54,6 +55,16 @@ class Loop:
             yield box
         finally:
             self.run(made.__aexit__(None, None, None))
+
+
+def watchers(pool: SandboxPool) -> list[int]:
+    """The processes that watch a pool's boxes."""
+    return sorted(line.pid for line in pool._lines if line.pid)
+
+
+def all_of(pool: SandboxPool) -> set[int]:
+    """These, and all that run in its boxes."""
+    return {one for pid in watchers(pool) for one in family(pid)}
 
 
 def family(pid: int) -> set[int]:

@@ -17,7 +17,7 @@ import pytest
 FORGOTTEN = {
     "hpcrl.sandbox.harbor.rows": ("_read",),
     "hpcrl.rollout.slime_names.helpers": ("load_tokenizer",),
-    "hpcrl.sandbox.kinds.choose": ("prepare",),
+    "hpcrl.sandbox.kinds": ("_python", "_bounds", "_root"),
 }
 #: functions whose result depends on their arguments and on what is installed alone
 KEPT = {

@@ -1,4 +1,4 @@
-"""An ordinary user's processes that make boxes of other kinds: bubblewrap is this machine's; Apptainer is that of a newer
+"""An ordinary user's processes that make boxes of each kind: unshare and bubblewrap are this machine's; Apptainer is that of a newer
 Debian release (`python -m tools.cluster root`), whose /usr such a process has in a mount namespace of its own.
 
 Invariant: nothing of that namespace is left when the process ends.
@@ -6,7 +6,6 @@ Invariant: nothing of that namespace is left when the process ends.
 
 from __future__ import annotations
 
-import os
 import subprocess
 
 from tests.support.able import require
@@ -22,25 +21,15 @@ do if [ -e "$place" ] && [ -e "$root$place" ]; then mount --rbind "$place" "$roo
 cd "$root" && pivot_root . mnt && umount -l /mnt && cd /tmp || exit 99
 exec setpriv --reuid="$user" --regid="$group" --clear-groups "$@"
 """
-#: $1 is the user, $2 its group; crun refuses the mixture of cgroups of two versions that some machines have
-_UNIFIED = """
-user=$1; group=$2; shift 2
-umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 99
-exec setpriv --reuid="$user" --regid="$group" --clear-groups "$@"
-"""
-KINDS = ("bubblewrap", "crun", "apptainer")
-#: of those that are this machine's: the program
-_PROGRAMS = {"bubblewrap": "bwrap", "crun": "crun"}
+KINDS = ("unshare", "bwrap", "apptainer")
 
 
 def user_of(kind: str) -> SecondUser:
     """An account whose processes can make boxes of a kind; skips the test where there is none."""
     require("account_namespaces")
     user = make_user()
-    if program := _PROGRAMS.get(kind):
-        require(program)
-        if kind == "crun" and os.path.isdir("/sys/fs/cgroup/unified"):
-            return _InNamespace(user.uid, user.gid, user.started, ["sh", "-c", _UNIFIED, "enter"])
+    if kind != "apptainer":
+        require(*(["bwrap"] if kind == "bwrap" else []))
         return user
     require("apptainer")
     suite = roots.SUITES[-1]

@@ -147,13 +147,14 @@ _calls: dict[int, int] = {}
 
 
 async def loses_its_sandbox(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Its sandbox's spawner is killed in the first call of response 1, and in every call of response 0; what it raises
+    """Its sandboxes' watchers are killed in the first call of response 1, and in every call of response 0; what it raises
     then is an error of its own."""
     _calls[sample.response_index] = _calls.get(sample.response_index, 0) + 1
     async with sandbox() as box:
         found = await at_the_engine(args, sample, sampling_params)
         if sample.response_index == 0 or _calls[sample.response_index] == 1:
-            os.kill(default_pool()._spawner.pid, signal.SIGKILL)
+            for line in default_pool()._lines:
+                os.kill(line.pid, signal.SIGKILL)
         try:
             found.response = (await box.run("echo from the box")).stdout
         except Exception as error:

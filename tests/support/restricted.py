@@ -16,8 +16,8 @@ import os
 import struct
 import sys
 
-from hpcrl.sandbox.seccomp import ARCHITECTURES
-from hpcrl.sandbox.system_calls import check, libc, prctl
+from hpcrl.sandbox.inside.kernel import check, libc, prctl
+from hpcrl.sandbox.inside.seccomp import ARCHITECTURES
 
 #: call -> its number on x86_64, on aarch64
 CALLS = {

@@ -16,6 +16,8 @@ class SandboxOptions(Base):
         "component of the job",
     )
     sandbox_num_nodes: int | None = opt(None, "nodes of their own, with --sandbox-on nodes; default: 1", ge=1)
-    sandbox_kind: Literal["namespaces", "bubblewrap", "crun", "apptainer"] | None = opt(
-        None, "who makes their namespaces; default: what HPCRL_SANDBOX_KIND says where they are, or namespaces"
+    sandbox_kind: Literal["auto", "unshare", "bwrap", "apptainer"] | None = opt(
+        None,
+        "who makes their namespaces; auto: the first of the others that can; default: what HPCRL_SANDBOX_KIND says "
+        "where they are, or auto",
     )

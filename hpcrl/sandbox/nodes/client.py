@@ -26,7 +26,7 @@ from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import Unconfined, accounts
 from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
-from hpcrl.sandbox.box_root import SYSTEM_IMAGE
+from hpcrl.sandbox.kinds import SYSTEM_IMAGE
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.nodes.server import BEAT, KINDS, SILENCE, BoxError, BoxRequest
 from hpcrl.sandbox.pool import PoolCounts

@@ -3,7 +3,7 @@
     python -m hpcrl.sandbox.nodes.main RUN --attempt N --index I [--incarnation K]
 
 Invariants: a node that can make no box says why before the run begins; when this process ends, however, no box is left
-and nothing that ran in one (`hpcrl.sandbox.spawner`).
+and nothing that ran in one (`hpcrl.sandbox.watcher`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcrl.run.peers import SandboxPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.sandbox import SandboxPool, Unconfined
-from hpcrl.sandbox.kinds.choose import chosen
+from hpcrl.sandbox.kinds import chosen
 from hpcrl.sandbox.nodes.server import SandboxServer
 from hpcrl.transport.auth import sandbox_key
 

@@ -2,7 +2,7 @@
 
     GET    /CLIENT/beats      a line every BEAT seconds, for as long as the client is there
     PUT    /CLIENT/boxes/N    open a box under the client's number
-    POST   /CLIENT/boxes/N    ask the box one question (`hpcrl.sandbox.frames`): run, read, write and so on
+    POST   /CLIENT/boxes/N    ask the box one question (`hpcrl.sandbox.inside.frames`): run, read, write and so on
     DELETE /CLIENT/boxes/N    close it
 
 Invariants: nothing of a request is read before its key; with the connection of a client's GET, and with this process,
@@ -25,7 +25,7 @@ from aiohttp import web
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, Unconfined
 from hpcrl.sandbox.box_line import BoxLine
-from hpcrl.sandbox.frames import TRANSFER, IncomingMessages, pack
+from hpcrl.sandbox.inside.frames import TRANSFER, IncomingMessages, pack
 
 BEAT = 2.0  #: seconds between two lines
 SILENCE = 15.0  #: seconds without a line, or without a kernel's receipt of one, until the other side counts as lost

@@ -18,10 +18,10 @@ import msgspec
 from hpcrl.errors import HpcrlError
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.rundir import write_atomic
-from hpcrl.sandbox.kinds.choose import chosen
-from hpcrl.sandbox.kinds.trial import refusal_of
+from hpcrl.sandbox.kinds import chosen
+from hpcrl.sandbox.run import refusal_of
 
-USUAL = "-"  #: the kind that a node's environment names, or ours
+USUAL = "-"  #: the kind that a node's environment names, or auto
 
 
 class BoxTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
 from hpcrl.launch.preflight import refuse_settings
 from hpcrl.plan import Host
-from hpcrl.sandbox.kinds.choose import kind_names
+from hpcrl.sandbox.kinds import AUTO, PROGRAMS
 
 GRPO = {
     "hf_checkpoint": "m",
@@ -77,4 +77,4 @@ def test_nothing_is_sampled() -> None:
 
 def test_every_kind_can_be_chosen() -> None:
     (kinds, _) = get_args(Options.model_fields["sandbox_kind"].annotation)
-    assert set(get_args(kinds)) == set(kind_names())
+    assert set(get_args(kinds)) == {AUTO, *PROGRAMS}

@@ -16,7 +16,7 @@ from hpcrl.cli.main import main
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.slime.verbatim import PLACES, recipe_and_refusals
 from hpcrl.errors import UsageError
-from hpcrl.sandbox.private_root import SETTINGS
+from hpcrl.sandbox.kinds import SETTINGS
 from hpcrl.sandbox.slime_script import run_script
 from tests.config.slime.guides import GUIDES, MODELS, SCRIPT
 from tests.support.able import needs

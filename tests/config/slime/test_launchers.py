@@ -10,8 +10,7 @@ import pytest
 from hpcrl.cli.import_script import translated, with_environment
 from hpcrl.cli.main import main
 from hpcrl.errors import UsageError
-from hpcrl.sandbox import slime_script
-from hpcrl.sandbox.run import Unconfined
+from hpcrl.sandbox import Unconfined, slime_script
 from hpcrl.sandbox.slime_script import RunScript, interpreter_files, run_script
 from tests.support.able import needs
 from tests.support.queues import until

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from hpcrl.config.options import Options
@@ -48,11 +51,12 @@ def test_a_host_without_boxes_is_named() -> None:
 
 
 @needs("namespaces")
-def test_kinds_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_are_tried_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The one that the environment names, too; the first that cannot be had is named."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert not try_kinds(["namespaces", USUAL]).what
-    found = try_kinds(["namespaces", "bubblewrap"])
-    assert "bubblewrap" in found.what and found.hint
+    (tmp_path / "unshare").symlink_to(shutil.which("unshare") or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not try_kinds(["unshare", USUAL]).what
+    found = try_kinds(["unshare", "bwrap"])
+    assert "bwrap" in found.what and found.hint
     monkeypatch.setenv("HPCRL_SANDBOX_KIND", "docker")
     assert "docker" in try_kinds([USUAL]).what

@@ -26,14 +26,13 @@ from hpcrl.launch.site_file import apply, load_site
 from hpcrl.launch.slurm.job_script import Submission
 from hpcrl.launch.slurm.submission import preview
 from hpcrl.launch.slurm.submit import preview_script, script_by_hand
-from hpcrl.sandbox.private_root import View
 from hpcrl.sandbox.run import run_confined
 from hpcrl.utils.plain_text import CONTROL
 from tests.support.able import needs
 
 REPO = Path(__file__).parents[3]
 RECIPE = REPO / "examples" / "quickstart.toml"
-RUN = "touch /results/ran"
+RUN = "touch /work/results/ran"
 #: what a shell, an option parser or a terminal would obey
 HOSTILE = (
     f"x\n{RUN}\n#",
@@ -45,9 +44,9 @@ HOSTILE = (
     f'"$({RUN})"',
     f"\\\";{RUN};\\'",
     f"x && {RUN} || {RUN}",
-    "x > /results/ran",
-    "--wrap=touch /results/ran",
-    "-oProxyCommand=touch /results/ran",
+    "x > /work/results/ran",
+    "--wrap=touch /work/results/ran",
+    "-oProxyCommand=touch /work/results/ran",
     f"x\r{RUN}",
     "x\x1b]0;title\x07",
     "x\0y",
@@ -99,10 +98,10 @@ def run_scripts(scripts: list[tuple[str, str]], tmp_path: Path) -> list[str]:
         (folder / str(number)).write_text(text)
     loop = (
         f"cd /tmp; for ((n = 0; n < {len(scripts)}; n++)); do bash /scripts/$n > /dev/null 2>&1 < /dev/null; "
-        "[ -e /results/ran ] && mv /results/ran /results/$n; done; touch /results/end"
+        f"[ -e /work/results/ran ] && mv /work/results/ran /work/results/$n; done; touch /work/results/end"
     )
     words = {"PATH": "/scripts/bin:/usr/bin:/bin", "HOME": "/home", "SLURM_JOB_ID": "7"}
-    done = run_confined(["/bin/bash", "-c", loop], View((("/scripts", str(folder)),), str(results)), words, 300.0)
+    done = run_confined(["/bin/bash", "-c", loop], words, 300.0, (("/scripts", str(folder)),), results=str(results))
     found = {path.name for path in results.iterdir()}
     assert "end" in found, done
     return [scripts[int(name)][0] for name in found - {"end"}]

@@ -82,7 +82,7 @@ def test_a_lost_box_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.Monke
     write_task(tmp_path / "sum")
 
     async def lost(*given: Any) -> None:
-        raise SandboxLost("its spawner was killed")
+        raise SandboxLost("its watcher was killed")
 
     monkeypatch.setattr("hpcrl.rollout.samplers.harbor_agent.run_in", lost)
     with pytest.raises(SandboxLost) as raised:

@@ -51,7 +51,7 @@ def test_a_sandbox_node_is_cut_off(cluster: Cluster, tmp_path: Path, task: Path,
     first, second = (place["host"] for place in plan["sandboxes"])
     others = {place["host"] for place in (*plan["trainers"], *plan["engines"])}
     assert len(others) == 2 and not others & {first, second}
-    forked = [sum("hpcrl.sandbox.spawner" in argv for _, argv in cluster.processes(host)) for host in (first, second)]
+    forked = [sum("hpcrl.sandbox.watcher" in argv for _, argv in cluster.processes(host)) for host in (first, second)]
     assert min(forked) > 50
     cluster.link(second, "down")
     try:

@@ -21,7 +21,7 @@ from hpcrl.run.peers import SandboxPeer, newest, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox import pool as pools
-from hpcrl.sandbox.frames import pack
+from hpcrl.sandbox.inside.frames import pack
 from hpcrl.sandbox.nodes import client
 from hpcrl.sandbox.nodes.client import NodesPool
 from hpcrl.sandbox.nodes.location import VARIABLE, SandboxPlace, follow

@@ -1,4 +1,4 @@
-"""Boxes that bubblewrap or Apptainer makes: what is tried from inside of ours is tried in them."""
+"""Boxes of each kind, of an ordinary user: what is tried from inside of root's is tried in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.kinds.test_kinds import done_by, place
 from tests.sandbox.test_box_attacks import ATTACKS, FULL, GOT, HELD, PYTHON
+from tests.sandbox.test_kinds import done_by, place
 from tests.support.other_kinds import KINDS
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
@@ -20,7 +20,7 @@ async def main():
     async with SandboxPool(warm=1, limits=LIMITS, kind=kind) as pool, pool.box() as box:
         for name, command in told.items():
             if isinstance(command, str):
-                command = command.replace("{{", "{").replace("}}", "}").replace("{spawner}", str(pool._spawner.pid))
+                command = command.replace("{{", "{").replace("}}", "}").replace("{watcher}", str(watcher_of(pool)))
                 command = command.replace("{test}", str(os.getpid()))
             said = await box.run(command, 20.0)
             again = await box.run("echo alive")
@@ -34,7 +34,7 @@ async def main():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attacks_from_inside(kind: str, place: Path) -> None:
-    """Those that fill its disk are in `test_limits_of_another_kind`: the keeper ends them, where ours has a bound."""
+    """Those that fill its disk are in `test_limits_of_each_kind`: the watcher ends them, where unshare has a bound."""
     told = {name: command for name, command in ATTACKS.items() if name not in FULL}
     # Apptainer's /dev is memory that can be written to, and is counted
     told["a terminal"] = "(: < /dev/tty) && echo GOT-IT; test -c /dev/console && echo GOT-IT"

@@ -12,9 +12,8 @@ import resource
 import signal
 from collections.abc import Mapping, Sequence
 
-from hpcrl.sandbox.box_files import place_of
-from hpcrl.sandbox.system_calls import read_kernel
-from hpcrl.sandbox.usage import bound_process
+from hpcrl.sandbox.inside.files import place_of
+from hpcrl.sandbox.inside.kernel import read_kernel
 from hpcrl.utils.deadline import Deadline
 
 _PIECE = 1 << 16
@@ -244,6 +243,20 @@ def _become(
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
         os.write(2, f"{words[0]!r}: {error!r}\n".encode(errors="replace"))
     os._exit(code)
+
+
+def bound_process(limits: Mapping[int, int]) -> None:
+    """Limit this process and those that it starts, as far as they are not limited more already.
+
+    Args:
+        limits: of `resource.RLIMIT_*`.
+    """
+    for what, most in limits.items():
+        hard = resource.getrlimit(what)[1]
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (limit, limit))
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+        signal.signal(ignored, signal.SIG_DFL)
 
 
 def _family(first: int) -> list[int]:

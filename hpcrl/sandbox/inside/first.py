@@ -1,9 +1,10 @@
-"""The first process of a box: it starts what the box's user asks for, and adopts what is left of that.
+"""What a box's first process does once it is confined: it starts what the box's user asks for, and adopts what is left.
 
-It is confined as its commands are, cannot be traced or signalled by them, and does nothing that waits: each question is
-a message of `frames.py` with a number, and its answer has the same.
+It cannot be traced or signalled by its commands, and does nothing that waits: each question is a message of `frames.py`
+with a number, and its answer has the same.
 
-Invariant: with this process ends everything in the box; and it ends when its user's end of the stream is closed.
+Invariant: with this process ends everything in the box; and it ends when its user's end of the stream, or its watcher,
+is gone.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import resource
 import select
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from hpcrl.sandbox import frames
-from hpcrl.sandbox.box_commands import Running
-from hpcrl.sandbox.box_files import list_files, read_file, write_file
-from hpcrl.sandbox.frames import IncomingMessages, Message
+from hpcrl.sandbox.inside import frames
+from hpcrl.sandbox.inside.commands import Running
+from hpcrl.sandbox.inside.files import list_files, read_file, write_file
+from hpcrl.sandbox.inside.frames import IncomingMessages, Message
 from hpcrl.utils.deadline import Deadline
 
 ENVIRONMENT = {
@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "TMPDIR": "/tmp",
 }
-WAKE = b"w"  #: told to the keeper when something was started, which it sees then
-ENDED = b"e"  #: told to the keeper when all that ran over a limit has ended, and what it held is free
+WAKE = b"w"  #: told to the watcher when something was started, which it sees then
+ENDED = b"e"  #: told to the watcher when all that ran over a limit has ended, and what it held is free
 _UNSENT = 2 * frames.TRANSFER  #: bytes of answers; with more no question is read
 _AT_ONCE = 256  #: ended processes that are waited for before anything else is looked at
 _LEFT = 64  #: outputs of commands that have ended, and that something in the background still has open
@@ -46,25 +46,25 @@ class NoRoom(BaseException):
 
 
 class BoxInit:
-    """Serves one box until its user, or its keeper, is gone."""
+    """Serves one box until its user, or its watcher, is gone."""
 
     def __init__(
         self,
         talk: socket.socket,
-        keeper: socket.socket,
+        watcher: socket.socket,
         limits: dict[int, int],
         disk: int,
     ) -> None:
         """Serve what comes through `talk`.
 
         Args:
-            keeper: says which limit all processes together are over.
+            watcher: says which limit all processes together are over.
             limits: of each process, `resource.RLIMIT_*`.
             disk: number of an open directory of the box's disk.
         """
         self._disk = disk
         self._talk = talk
-        self._keeper = keeper
+        self._watcher = watcher
         self._limits = limits
         self._reader = IncomingMessages()
         self._unsent = bytearray()
@@ -77,7 +77,7 @@ class BoxInit:
         self._children, waking = os.pipe()
         for number in (self._children, waking):
             os.set_blocking(number, False)
-        for end in (talk, keeper):
+        for end in (talk, watcher):
             end.setblocking(False)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler is one that processes inside could reach
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -87,7 +87,7 @@ class BoxInit:
         """Answer until the stream is closed."""
         while True:
             ready = self._poll()
-            if ready.get(self._keeper.fileno()) and not self._hear_keeper():
+            if ready.get(self._watcher.fileno()) and not self._hear_watcher():
                 return
             if ready.get(self._talk.fileno()) and not self._ending and not self._hear_user():
                 return
@@ -106,7 +106,7 @@ class BoxInit:
     def _poll(self) -> dict[int, int]:
         """What can be read or written, within the time of the next deadline."""
         poll = select.poll()
-        poll.register(self._keeper, select.POLLIN)
+        poll.register(self._watcher, select.POLLIN)
         poll.register(self._children, select.POLLIN)
         reads = select.POLLIN if len(self._unsent) < _UNSENT and not self._ending else 0
         poll.register(self._talk, reads | (select.POLLOUT if self._unsent else 0))
@@ -126,9 +126,9 @@ class BoxInit:
             yield from running.outputs
         yield from self._left
 
-    def _hear_keeper(self) -> bool:
-        """End all that runs, for the reason that the keeper gives; False when it is gone."""
-        words = self._keeper.recv(1 << 12)
+    def _hear_watcher(self) -> bool:
+        """End all that runs, for the reason that the watcher gives; False when it is gone."""
+        words = self._watcher.recv(1 << 12)
         if not words:
             return False
         self._ending = True
@@ -194,13 +194,15 @@ class BoxInit:
                 raise
             return {"code": 126, "sizes": [0, 0], "cut": [False, False], "late": False, "limit": _FULL}
         with contextlib.suppress(BlockingIOError):  # it has not looked for long, and will
-            self._keeper.send(WAKE)
+            self._watcher.send(WAKE)
         self._running[head["n"]] = running
         return {} if lasting else None
 
     def _crowded(self) -> bool:
         """Whether the box itself has as many processes as it may, nearly."""
-        return 2 * sum(name.isdigit() for name in os.listdir("/proc")) > self._limits[resource.RLIMIT_NPROC]
+        return 2 * sum(name.isdigit() for name in os.listdir("/proc")) > self._limits.get(
+            resource.RLIMIT_NPROC, 1 << 30
+        )
 
     def _do_take(self, head: dict[str, Any], body: bytes) -> None:
         if head["id"] in self._takes:
@@ -251,9 +253,9 @@ class BoxInit:
                 self._all_ended()
 
     def _all_ended(self) -> None:
-        """Tell the keeper, which may look again: what it saw before is no fault of a command that comes now."""
+        """Tell the watcher, which may look again: what it saw before is no fault of a command that comes now."""
         try:
-            self._keeper.send(ENDED)
+            self._watcher.send(ENDED)
             self._ending = False
         except BlockingIOError:
             self._more_ended = True  # it has not read for long: once more
@@ -301,13 +303,3 @@ class BoxInit:
         head = {"sizes": [len(text) for text in texts], "cut": [output.cut for output in running.outputs]}
         self._left += [output for output in running.outputs if output.number >= 0]
         return self._outcome(running) | head, b"".join(texts)
-
-
-def serve_box(talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int) -> None:
-    """Be the first process of a box until it is to end; an error of this process's ends the box as well."""
-    try:
-        BoxInit(talk, keeper, limits, disk).serve()
-    except BaseException as error:  # noqa: BLE001  (there is no terminal to show it on)
-        with contextlib.suppress(OSError):
-            talk.send(frames.pack({"n": -1, "broken": f"{type(error).__name__}: {error}"}))
-    sys.exit(0)

@@ -13,9 +13,9 @@ import stat
 import struct
 from typing import Any
 
-from hpcrl.sandbox.box_root import WORK
-from hpcrl.sandbox.system_calls import libc
+from hpcrl.sandbox.inside.kernel import libc
 
+WORK = "/work"  #: where commands begin, and their home
 MOST_ENTRIES = 10_000  #: of one directory that are listed
 _WAITLESS = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _OPENAT2 = 437  #: on every architecture
