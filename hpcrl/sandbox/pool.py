@@ -53,7 +53,11 @@ class PoolCounts(NamedTuple):
 
 
 class SandboxPool:
-    """Keeps boxes ready, and hands each to one caller: `async with pool.box("system") as box`."""
+    """Keeps boxes ready, and hands each to one caller: `async with pool.box("system") as box`.
+
+    Attributes:
+        kind: who makes them; "auto" until that is known.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class SandboxPool:
         Raises:
             UsageError: if a number is too small, or there is no such kind.
         """
-        self._name = chosen(kind)
+        self.kind = chosen(kind)
         if warm < 0 or most < 1:
             raise UsageError(
                 f"SandboxPool(warm={warm}, most={most})", "give 0 or more warm boxes, and 1 or more in use"
@@ -201,10 +205,10 @@ class SandboxPool:
         """What boxes are made of."""
         self._refuse_closed()
         async with self._finding:
-            if self._name == AUTO:
-                self._name = await self._found()
-        refuse_image(image, self._name)
-        return self._name, image, limits or self._limits, shown
+            if self.kind == AUTO:
+                self.kind = await self._found()
+        refuse_image(image, self.kind)
+        return self.kind, image, limits or self._limits, shown
 
     async def _found(self) -> str:
         """The first kind that makes a box here."""

@@ -55,8 +55,7 @@ class Watch:
         """
         self._proc = f"/proc/self/fd/{proc}"
         self._disks = disks
-        self._begun = (0, 0)
-        self._begun = self._look_at_disks()
+        self._begun = self._on_disks()
         self._limits = limits
         self._box = box
         self._ends = ends
@@ -85,8 +84,8 @@ class Watch:
                 if late:
                     return LIMIT + over
                 continue
-            processes, used, written, files = self._usage()
-            if over := self._over(processes, used, written, files):
+            processes, used, over = self._look()
+            if over:
                 if late:
                     return LIMIT + over
                 self._strikes = self._strikes or Deadline(_PATIENCE)
@@ -105,28 +104,25 @@ class Watch:
             return [name for name in os.listdir(self._proc) if name.isdigit()]
         return []
 
-    def _usage(self) -> tuple[int, int, int, int]:
-        """(processes, bytes of memory with those of the disk, bytes and files written)."""
-        pids = self.processes()
-        written, files = self._look_at_disks()
-        most = pids[: self._limits.processes + 2]  # more are too many anyway, and looking at them takes time
-        return len(pids), written + sum(_resident(f"{self._proc}/{pid}") for pid in most if pid != "1"), written, files
+    def _look(self) -> tuple[int, int, str]:
+        """(processes, bytes of memory with those of the disk, what it is over, in words)."""
+        limits, pids = self._limits, self.processes()
+        written, files = (now - begun for now, begun in zip(self._on_disks(), self._begun, strict=True))
+        most = pids[: limits.processes + 2]  # more are too many anyway, and looking at them takes time
+        used = written + sum(_resident(f"{self._proc}/{pid}") for pid in most if pid != "1")
+        over = {
+            f"it had more than {limits.processes} processes": len(pids) > limits.processes + 1,
+            f"it took more than {limits.memory >> 20} MiB of memory": used > limits.memory,
+            f"it wrote more than {limits.disk >> 20} MiB": written > limits.disk + _PAGE,  # `unshare`: it cannot
+            f"it wrote more than {limits.inodes:,} files": files > limits.inodes,
+        }
+        return len(pids), used, next((text for text, holds in over.items() if holds), "")
 
-    def _look_at_disks(self) -> tuple[int, int]:
-        """(bytes, files) that were written since the box began."""
+    def _on_disks(self) -> tuple[int, int]:
+        """(bytes, files) on all of them."""
         found = [os.fstatvfs(disk) for disk in self._disks]
         size = sum((disk.f_blocks - disk.f_bfree) * disk.f_frsize for disk in found)
-        return size - self._begun[0], sum(disk.f_files - disk.f_ffree for disk in found) - self._begun[1]
-
-    def _over(self, processes: int, used: int, written: int, files: int) -> str:
-        limits = self._limits
-        if processes > limits.processes + 1:
-            return f"it had more than {limits.processes} processes"
-        if used > limits.memory:
-            return f"it took more than {limits.memory >> 20} MiB of memory"
-        if written > limits.disk + _PAGE:  # in a box of `unshare` the kernel refuses more
-            return f"it wrote more than {limits.disk >> 20} MiB"
-        return f"it wrote more than {limits.inodes:,} files" if files > limits.inodes else ""
+        return size, sum(disk.f_files - disk.f_ffree for disk in found)
 
 
 def _resident(process: str) -> int:
@@ -142,8 +138,7 @@ def _resident(process: str) -> int:
 
 def _start(words: list[str], talk: int, watcher: int, said: int) -> int:
     """Start the program that makes the box; its process id."""
-    child = os.fork()
-    if child:
+    if child := os.fork():
         return child
     try:
         os.setsid()

@@ -262,7 +262,7 @@ AUTOMATIC = """
 async def main():
     os.environ["PATH"] = told
     async with SandboxPool(warm=0, limits=LIMITS) as pool, pool.box() as box:
-        return [pool._name, (await box.run("echo made")).stdout]
+        return [pool.kind, (await box.run("echo made")).stdout]
 """
 
 

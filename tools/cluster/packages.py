@@ -32,9 +32,8 @@ PROGRAMS = {
 }
 #: program -> the tests that are skipped without it
 OPTIONAL = {
-    "bwrap": "sandboxes of the kind bubblewrap",
+    "bwrap": "sandboxes of the kind bwrap",
     "chromium": "pages",
-    "crun": "sandboxes of the kind crun",
     "fish": "shell completion",
     "zsh": "shell completion",
 }

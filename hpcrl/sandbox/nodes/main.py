@@ -18,7 +18,6 @@ from hpcrl.run.peers import SandboxPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.sandbox import SandboxPool, Unconfined
-from hpcrl.sandbox.kinds import chosen
 from hpcrl.sandbox.nodes.server import SandboxServer
 from hpcrl.transport.auth import sandbox_key
 
@@ -62,8 +61,7 @@ class _SandboxRole:
         peer = SandboxPeer(host=place.at, port=port, incarnation=incarnation)
         publish(self.context.rundir, peer, self.context.index)
         self.up = True
-        kind = chosen(options.sandbox_kind)
-        say(f"sandboxes of the kind {kind} are served on {place.at}:{port}")
+        say(f"sandboxes of the kind {pool.kind} are served on {place.at}:{port}")
         try:
             await stopped.wait()
         finally:
