@@ -1,5 +1,6 @@
-"""An ordinary user's processes that make boxes of each kind: unshare and bubblewrap are this machine's; Apptainer is that of a newer
-Debian release (`python -m tools.cluster root`), whose /usr such a process has in a mount namespace of its own.
+"""An ordinary user's processes that make boxes of each kind: unshare and bubblewrap are this machine's; Apptainer is
+that of a newer Debian release (`python -m tools.cluster root`), whose /usr such a process has in a mount namespace of
+its own.
 
 Invariant: nothing of that namespace is left when the process ends.
 """
@@ -28,8 +29,10 @@ def user_of(kind: str) -> SecondUser:
     """An account whose processes can make boxes of a kind; skips the test where there is none."""
     require("account_namespaces")
     user = make_user()
-    if kind != "apptainer":
-        require(*(["bwrap"] if kind == "bwrap" else []))
+    if kind == "unshare":
+        return user
+    if kind == "bwrap":
+        require("bwrap")
         return user
     require("apptainer")
     suite = roots.SUITES[-1]

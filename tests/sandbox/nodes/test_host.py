@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_is_started_again(rundir: RunDir, host: subproce
 
 def test_a_kind_that_cannot_be_had_is_final(rundir: RunDir) -> None:
     """It names the host, and no other attempt would do better."""
-    options = read_options(rundir).model_copy(update={"sandbox_kind": "bubblewrap"})
+    options = read_options(rundir).model_copy(update={"sandbox_kind": "bwrap"})
     rundir.options_file.write_text(options.model_dump_json())
     words = [str(rundir.root), "--attempt", "0", "--index", "0"]
     done = subprocess.run(
@@ -93,7 +93,7 @@ def test_a_kind_that_cannot_be_had_is_final(rundir: RunDir) -> None:
         timeout=60,
     )
     failure = rundir.failure()
-    assert done.returncode == 1 and failure is not None and failure.message.startswith("host b: no sandbox of the kind")
+    assert done.returncode == 1 and failure is not None and failure.message.startswith("host b: no sandbox can be made")
     assert reason_to_end([FailedAttempt(failure, 0, False)], 4, 1)
 
 
