@@ -24,12 +24,10 @@ def check_kinds(asked: Collection[str] = ()) -> Finding:
     except UsageError as error:
         return Finding("fail", "", error.what, error.hint)
     refused = kind_refusals()
-    can = [name for name, why in refused.items() if not why]
-    said = f"kinds of sandboxes: {', '.join(can) or 'none'}"
-    for why in filter(None, refused.values()):
-        said += f"; {why.partition(': ')[2]}"
+    can = ", ".join(name for name, why in refused.items() if not why)
+    said = "; ".join([f"kinds of sandboxes: {can or 'none'}", *filter(None, refused.values())])
     if not can:
         return Finding("warn", "", said, "an agent finds none here, and hpcrl import runs only scripts that you trust")
-    if lacking := sorted(name for name in wanted if refused.get(name)):
-        return Finding("warn", "", said, f"{lacking[0]} is asked for (--sandbox-kind, {VARIABLE}): not on this machine")
-    return Finding("ok", "", said)
+    lacking = min((name for name in wanted if refused.get(name)), default="")
+    hint = f"{lacking} is asked for (--sandbox-kind, {VARIABLE}): not on this machine" if lacking else ""
+    return Finding("warn" if lacking else "ok", "", said, hint)

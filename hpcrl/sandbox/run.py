@@ -93,7 +93,7 @@ async def _fetch(box: Box, results: Path) -> None:
 
 def kind_refusals() -> dict[str, str]:
     """Each kind, and why this machine can make no box of it; "": it can."""
-    return {name: error.what if (error := refusal_of(name)) else "" for name in PROGRAMS}
+    return {name: error.what.partition(": ")[2] if (error := refusal_of(name)) else "" for name in PROGRAMS}
 
 
 def refusal_of(kind: str | None) -> HpcrlError | None:
