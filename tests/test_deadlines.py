@@ -40,11 +40,6 @@ ENDED = {
     ("launch/node_checks/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
     ("launch/node_checks/one_node.py", "listener.accept()"): "the listener has a timeout",
     ("launch/node_checks/one_node.py", "process.communicate()"): "the process was killed in the line before",
-    ("engine/pieces/piece_receiver.py", "arriving.wait()"): OWN,
-    (
-        "engine/pieces/piece_receiver.py",
-        "self.transport.receive(self._bytes(message)[:nbytes], message.sender, DATA).wait()",
-    ): OWN,
     ("engine/pieces/piece_receiver.py", "transfer.wait()"): OWN,
     ("engine/weight_loading.py", "torch.accelerator.synchronize()"): WATCHED,
     ("engine/health.py", "question.result()"): READY,

@@ -147,9 +147,6 @@ def _as_module(value: str, name: str) -> FunctionFile | None:
     if not all(map(_NAME.fullmatch, parts)):
         raise UsageError(f"{shown}: {file.name} cannot be imported under its name", "rename it: letters, digits and _")
     if parts[0] in sys.stdlib_module_names or parts[0] == "hpcrl":
-        raise UsageError(f"{shown}: {parts[0]} is a module of {_whose(parts[0])}", "rename the file")
+        whose = "hpcrl" if parts[0] == "hpcrl" else "Python"
+        raise UsageError(f"{shown}: {parts[0]} is a module of {whose}'s own", "rename the file")
     return FunctionFile(".".join([*parts, match["name"]]) + (match["weight"] or ""), str(folder))
-
-
-def _whose(name: str) -> str:
-    return "hpcrl's own" if name == "hpcrl" else "Python's own"

@@ -94,10 +94,9 @@ class RequestLoop:
             follow()
             self.code = load(setup)
         except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
-            what = error.what if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
-            hint = error.hint if isinstance(error, HpcrlError) else ""
+            known = error if isinstance(error, HpcrlError) else HpcrlError(f"{type(error).__name__}: {error}")
             trace = "" if error.__cause__ is None else trace_of(error.__cause__)
-            await self._send(frame(WorkerLoaded(error=what, hint=hint, trace=trace)))
+            await self._send(frame(WorkerLoaded(error=known.what, hint=known.hint, trace=trace)))
             return False
         await self._send(frame(WorkerLoaded(waits=self.code.waits)))
         self._reporting = asyncio.create_task(self._report())

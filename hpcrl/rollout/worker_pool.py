@@ -157,10 +157,7 @@ class WorkerProcess:
         self.gone = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        if self._writer is not None:
-            self._writer.close()
-        else:
-            self._ours.close()
+        (self._writer or self._ours).close()
 
     def reaped(self) -> bool:
         return self._process.poll() is not None

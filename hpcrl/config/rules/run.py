@@ -207,7 +207,8 @@ def _template(flag: str, template: str | None, rollouts: int | None) -> None:
 def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
     """Options of the run without effect, several in one string -> why."""
     yield from _inert_in_loop(o)
-    yield from _inert_in_weights(o)
+    if o.weight_transfer != "disk":
+        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
     if not o.eval_config and not any(paths_of(o, name) for name in POINTS):
         yield "live_code code_path", "no function of your own is given"
     if o.num_rollout is not None:
@@ -238,9 +239,3 @@ def _inert_in_loop(o: Options) -> Iterator[tuple[str, str]]:
             "over_sampling_batch_size partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
             "--loop fully-async issues as many groups as --max-staleness allows, and ends no response to fill a batch",
         )
-
-
-def _inert_in_weights(o: Options) -> Iterator[tuple[str, str]]:
-    """(options, why they do nothing)"""
-    if o.weight_transfer != "disk":
-        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"

@@ -43,9 +43,7 @@ class PieceReceiver:
         self.receive_plan = receive_plan
         self.assembly = Assembly(receive_plan, held, transport.device, transport.may_borrow)
         self.host_leader = transport.me == receive_plan.host_leader
-        self.other_workers = (
-            [worker for worker in receive_plan.workers if worker != transport.me] if self.host_leader else []
-        )
+        self.other_workers = [w for w in receive_plan.workers if w != transport.me] if self.host_leader else []
         self.memory: MessageMemory | None = None
         self.maps: dict[int, tuple[torch.Tensor, int]] = {}
         if self.host_leader:
@@ -81,7 +79,8 @@ class PieceReceiver:
             complete: list[tuple[str, torch.Tensor]] = []
             arriving |= self._hear_of(turn + HALVES)
             for place, message in enumerate(messages):
-                arriving.pop((turn, place)).wait()
+                transfer = arriving.pop((turn, place))
+                transfer.wait()
                 if not message.near and self.host_leader:
                     handed += self._announce()
                 complete += self.assembly.read_message(number + place, self._bytes(message))

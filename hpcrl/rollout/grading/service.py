@@ -87,8 +87,7 @@ class Grading:
         words = {item.word: item for item in (*self._words, *self._more, *self._by_type.values())}
         self._arrays = any(not item.file for item in words.values())
         setup = GradingSetup(options.model_dump_json().encode(), list(words), MEMORY)
-        what = f"the process that grades with {' '.join(words)}"
-        self.pool = WorkerPool(setup, worker_count(), SIDE_BY_SIDE, what)
+        self.pool = WorkerPool(setup, worker_count(), SIDE_BY_SIDE, f"the process that grades with {' '.join(words)}")
         self._groups: dict[tuple[str, int], _Group] = {}
         self._tallies = Tallies(options.reward_max_failed)
 
@@ -193,7 +192,6 @@ class Grading:
     async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[GradingOutcome]:
         """The outcomes of the samples, one each, in one call."""
         sent = [send_sample(sample, self._arrays) for sample in samples]
-        named = f"reward {' '.join(words)}"
         o = self._options
 
         async def grade(patience: int) -> list[GradingOutcome]:
@@ -209,7 +207,9 @@ class Grading:
             try:
                 outcomes: list[GradingOutcome] = (await self.pool.run(job)).outcomes
             except WorkerFailure as error:
-                return [GradingOutcome(failure=error.kind, text=f"{named} {error.text}")] * len(samples)
+                return [GradingOutcome(failure=error.kind, text=f"reward {' '.join(words)} {error.text}")] * len(
+                    samples
+                )
             if outcomes[0].failure == LOST:
                 self._tallies.say(LOST, f"graded again: {outcomes[0].text}")
             return outcomes
