@@ -6,21 +6,23 @@ user's own.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli.try_lock import alone
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.started_runs import links_folder
+from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.untrusted_files import open_append, read_regular, touch
 
 PREPARING = 3600.0  #: seconds for a prepare command
@@ -120,3 +122,31 @@ def one_engine(options: Options) -> Options:
             "rollout_external_engine_keys": None,
         }
     )
+
+
+# ---- one try at a time
+#
+# Alone in making something that is kept: of two commands that want it at once one makes it, and the other waits.
+
+
+POLL = 0.2
+
+
+@contextlib.contextmanager
+def alone(folder: Path, seconds: float) -> Iterator[None]:
+    """In a directory.
+
+    Raises:
+        DeadlineError: if another has been at it for longer than it may take.
+    """
+    with open_append(folder / "lock") as file:
+
+        def locked() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            return False
+
+        if not poll(locked, Deadline(seconds), POLL):
+            raise DeadlineError(f"another process has been at it in {folder} for {seconds:.0f} s", "try again")
+        yield

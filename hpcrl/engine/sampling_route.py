@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.engine.adapter_requests import attach_adapter
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.models.lora.serving import ENVIRONMENT
 from hpcrl.transport.token_frames import ABORT, GENERATE, SampleAnswer, encode, read_names, read_request
@@ -27,6 +26,15 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
+import secrets
+from typing import TYPE_CHECKING
+
+from hpcrl.models.lora.serving import NAME, NUMBER
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -172,3 +180,29 @@ async def _reply(send: Send, status: int, kind: bytes, body: bytes) -> None:
     head = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})
+
+
+# ---- requests for an adapter
+#
+# Every request of an engine with an adapter is computed under it, though there are no files of it to name.
+#
+# Invariant: what a cache that is shared, or outlives this process, has computed under an adapter of another is not
+# used.
+
+
+#: in the place of a path to an adapter's files: there are none, an engine without the adapter ends by looking for them
+COMES_LATER = f"updates bring it: {secrets.token_hex(8)}"  #: vLLM tells what it has computed of prompts by it
+
+
+def attach_adapter(client: AsyncLLM) -> None:
+    """From now on every request is computed under the adapter that updates bring, whichever route it came by."""
+    from vllm.lora.request import LoRARequest
+
+    if vars(client).get("add_request") is not None:
+        return
+    given, adapter = client.add_request, LoRARequest(NAME, NUMBER, COMES_LATER)
+
+    async def add_request(*args: Any, **kwargs: Any) -> RequestOutputCollector:
+        return await given(*args, **kwargs | {"lora_request": adapter})
+
+    client.add_request = add_request  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ class Client:
 
 def test_a_request_is_under_the_adapter() -> None:
     """Whatever asked for it, and however often the client was attached."""
-    from hpcrl.engine.adapter_requests import COMES_LATER, attach_adapter
+    from hpcrl.engine.sampling_route import COMES_LATER, attach_adapter
     from hpcrl.models.lora.serving import NAME, NUMBER
 
     client: Any = Client()

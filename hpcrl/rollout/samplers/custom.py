@@ -16,6 +16,8 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.models.routing import R3, Routing
+from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, choices_of
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session, sampling_params
 from hpcrl.rollout.engines.completion import pending_sample
@@ -25,7 +27,6 @@ from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tallies
 from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.routed_tokens import UnaskedTokens, unknown_experts, with_experts
 from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.transcript import turns_of
@@ -303,3 +304,42 @@ async def started(*parts: CustomSampler | Grading | None) -> None:
     except BaseExceptionGroup as group:
         first = next((error for error in group.exceptions if isinstance(error, HpcrlError)), group.exceptions[0])
         raise first from None
+
+
+# ---- experts of tokens
+#
+# The experts of a sample that a custom function has returned (--use-rollout-routing-replay).
+#
+# Invariant: every token that a trained one follows from has the experts by which an engine read or sampled it, after
+# exactly the tokens before it; a sample of which that cannot be said is refused.
+
+
+class UnaskedTokens(Exception):
+    """A sample's tokens are not those that the policy was asked with, so that no engine has said their experts."""
+
+
+def unknown_experts(tokens: int, routing: Routing) -> np.ndarray:
+    """The column of a sample of which no engine has read a token."""
+    return np.zeros((tokens, len(routing.layers), routing.chosen * routing.dtype.itemsize), np.uint8)
+
+
+def with_experts(sample: Sample, turns: Sequence[AskedTurn], routing: Routing) -> Sample:
+    """The sample with the experts of each token before its last trained one; those behind that are unknown.
+
+    Args:
+        turns: of its response, in the order of the requests.
+
+    Raises:
+        UnaskedTokens: if the policy was not asked with exactly the tokens before a trained one.
+    """
+    experts = unknown_experts(len(sample.array("tokens")), routing)
+    trained = np.flatnonzero(sample.array("loss_mask"))
+    if len(trained):
+        read = sample.prompt_length + int(trained[-1])
+        if (found := choices_of(sample.array("tokens")[:read], turns)) is None:
+            raise UnaskedTokens(
+                f"returned other tokens than those that it had asked the policy with, and {R3} needs the experts of "
+                "each: return what a Conversation makes, or None after asking at the endpoint"
+            )
+        experts[:read] = found
+    return sample.replace(rollout_routed_experts=experts)

@@ -68,8 +68,8 @@ NEAR = 0.05  #: relative
 def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
     """On a rank: bytes that are there between steps, and the peaks of its phases."""
     from hpcrl.planning.rehearsal import device as fake_device
-    from hpcrl.planning.rehearsal.files_and_weights import export, load_nothing
     from hpcrl.planning.rehearsal.live_bytes import DeviceBytes
+    from hpcrl.planning.rehearsal.one_rank import export, load_nothing
     from hpcrl.trainer.checkpoint.save_load import Position, everything
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.step import packing, passes, train_batch
@@ -168,8 +168,8 @@ def counted_with_adapter(path: str, n: int, rank: int, fields: dict[str, Any]) -
     from hpcrl.models.lora import base_digest
     from hpcrl.models.lora.matrices import is_adapter
     from hpcrl.planning.rehearsal import device as fake_device
-    from hpcrl.planning.rehearsal.files_and_weights import export
     from hpcrl.planning.rehearsal.live_bytes import DeviceBytes
+    from hpcrl.planning.rehearsal.one_rank import export
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.weight_export import sent_part
 

@@ -36,8 +36,17 @@ from hpcrl.planning.formulas.nccl_memory import communicators, nccl_bytes, updat
 from hpcrl.planning.formulas.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.planning.formulas.training_memory import BAND, GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
 from hpcrl.planning.memory.fits import misfit
-from hpcrl.planning.memory.host_fits import on_host, put_away
-from hpcrl.planning.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, refuse_misfit, turns, verdict
+from hpcrl.planning.memory.report import (
+    ASLEEP,
+    SAMPLES,
+    TRAINS,
+    memory_lines,
+    on_host,
+    put_away,
+    refuse_misfit,
+    turns,
+    verdict,
+)
 from tests.config.slime.guides import GUIDES
 from tests.support.published_models import MODELS
 from tests.support.small_recipes import IN_FP8

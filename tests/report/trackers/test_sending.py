@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import DeadlineError
-from hpcrl.report.trackers.record import SENT, TRACKERS
-from hpcrl.report.trackers.sending import LOCK, sending
+from hpcrl.report.trackers.record import LOCK, SENT, TRACKERS, sending
 from tests.documents.texts import REPO, printed
 from tests.support.children import read_line
 from tests.support.queues import until
