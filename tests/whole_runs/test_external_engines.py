@@ -15,6 +15,7 @@ import pytest
 
 from hpcrl.engine.membership.http import Address, HttpError, request_json
 from hpcrl.run.engine_files import read_views
+from hpcrl.run.rundir import RunDir
 from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe
 
 pytestmark = pytest.mark.vllm
@@ -75,8 +76,8 @@ def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
         engine = serve(file, address, keys, log)  # it comes back with the weights that it began with
         there = run.steps()
         run.until(lambda: run.steps() >= there + 3, 240)
-        views = lambda: [(v.host, v.state, v.restarts) for v in read_views(root / "attempts/0").engines]  # noqa: E731
-        run.until(lambda: views() == [(address, "serving", 1)], 60)  # it is shown within a second or two
+        views = lambda: read_views(RunDir.latest(root).here)  # noqa: E731
+        run.until(lambda: [(v.host, v.state) for v in views().engines] == [(address, "serving")], 60)
         os.kill(run.process.pid, signal.SIGTERM)
         status, out = run.end()
         assert status == 143, out + run.logs()
