@@ -17,7 +17,7 @@ from hpcrl.models.lora.matrices import adapted, lora_name
 from hpcrl.models.lora.settings import lora_settings
 from hpcrl.weights.sender import Differs
 from tests.engine.test_updates_and_ends import metric
-from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, WholeTensors, connected, generate
+from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, WholeTensors, connected, generate, members
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_family, make_model
 
@@ -59,6 +59,7 @@ class AdapterSide:
 
     def push(self, pairs: Pairs) -> dict[str, float]:
         self.version += 1
+        self.sender.connect(members(self.engines))
         return self.sender.publish(WholeTensors(pairs), self.version)
 
     def distance(self, prompt: list[int] = PROMPT, **sampling: Any) -> float:
