@@ -59,7 +59,7 @@ def test_fully_async_keeps_the_bound(tmp_path: Path, task: Path) -> None:
         "rollout_max_response_len": 180,
         "rollout_max_context_len": 256,
         "max_tokens_per_gpu": 2048,
-        "num_rollout": 6,
+        "num_rollout": 10,
     }
     run = start(tmp_path, task, loop="fully-async", deterministic_mode=False, use_tis=True, max_staleness=2, **more)
     run.end_early(2, signal.SIGTERM)
@@ -67,17 +67,17 @@ def test_fully_async_keeps_the_bound(tmp_path: Path, task: Path) -> None:
     status, out = again.end()
     assert status == 0, out + again.logs()
     steps = metrics(run.root)
-    assert list(steps) == list(range(6)) and all(row["staleness/max"] <= 2 for row in steps.values())
+    assert list(steps) == list(range(10)) and all(row["staleness/max"] <= 2 for row in steps.values())
     assert any(row["staleness/mean"] > 0 for row in steps.values())
     shares = [
         sum(value for name, value in row.items() if name.startswith("staleness/share/")) for row in steps.values()
     ]
-    assert shares == pytest.approx([1] * 6)
+    assert shares == pytest.approx([1] * 10)
     evaluated = {row["rollout_id"]: row for row in rows(run.root) if "eval/heldout/accuracy" in row}
-    assert {-1, 5} <= evaluated.keys() and "eval/heldout/policy_version" not in evaluated[5], (
+    assert {-1, 9} <= evaluated.keys() and "eval/heldout/policy_version" not in evaluated[9], (
         "the last one is waited for"
     )
-    beside = [row for rollout_id, row in evaluated.items() if rollout_id < 5]
+    beside = [row for rollout_id, row in evaluated.items() if rollout_id < 9]
     assert all(row["eval/heldout/policy_version"] == row["rollout_id"] + 1 for row in beside)
     assert all(0 < row["eval/heldout/policy_version_ratio"] <= 1 for row in beside)
     lines = [
@@ -89,4 +89,4 @@ def test_fully_async_keeps_the_bound(tmp_path: Path, task: Path) -> None:
         "of tokens of the present policy, behind others' too"
     )
     found = account(run.root)
-    assert not found.wrong and found.trained == 6 * 8
+    assert not found.wrong and found.trained == 10 * 8
