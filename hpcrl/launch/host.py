@@ -33,7 +33,7 @@ from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
 from hpcrl.run.copies_directory import copies_directory
-from hpcrl.run.engine_files import restart_limit, was_up
+from hpcrl.run.engine_files import end_of, restart_limit, was_up
 from hpcrl.run.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end_descendants, end_processes, set_limits
@@ -178,7 +178,10 @@ class HostRoles:
             failure = self.rundir.failure()
         if self.options.takes_turns or (failure and (failure.role, failure.index) == ("engine", role.engine)):
             return False
-        return role.name != "engine" or was_up(self.rundir, role.index, self._restarter.incarnations[role.index])
+        if role.name != "engine":
+            return True
+        incarnation = self._restarter.incarnations[role.index]
+        return was_up(self.rundir, role.index, incarnation) and end_of(self.rundir, role.index, incarnation) is None
 
     def _end_orphans(self) -> str:
         """End what ended roles have left; what cannot be killed, as while it waits for a disk that is gone: no other

@@ -150,19 +150,10 @@ def _partition_holds(site: SiteProfile, need: Component, name: str, seconds: flo
         if name:
             return [Finding("fail", "", f"{need.name}.partition {name}: {shown.last_output}", hint)]
         if shown.code:
-            return [
-                Finding(
-                    "warn",
-                    "",
-                    f"scontrol does not say what partitions there are: {shown.last_output}",
-                    "see scontrol ping",
-                )
-            ]
-        return [
-            Finding(
-                "warn", "", "there is no default partition: unless the site chooses one, sbatch refuses the job", hint
-            )
-        ]
+            what = f"scontrol does not say what partitions there are: {shown.last_output}"
+            return [Finding("warn", "", what, "see scontrol ping")]
+        what = "there is no default partition: unless the site chooses one, sbatch refuses the job"
+        return [Finding("warn", "", what, hint)]
     command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G|%m"]
     shapes = parse_shapes(run_command(command, seconds).out)
     gpus = need.slots if site.gpus(need.name, need.slots) else 0
