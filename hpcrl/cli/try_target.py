@@ -126,7 +126,7 @@ def one_engine(options: Options) -> Options:
 
 # ---- one try at a time
 #
-# Alone in making something that is kept: of two commands that want it at once one makes it, and the other waits.
+# Two commands may want the same thing to be made and kept: one makes it, and the other waits.
 
 
 POLL = 0.2

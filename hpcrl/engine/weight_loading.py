@@ -6,7 +6,7 @@ side goes by (`hpcrl.weights.update_backend.BACKENDS`).
 Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; any error
 is raised by `update`, never by `finish` (after which vLLM would believe for ever that an update is going on); an update
 that is refused leaves the old weights in place, unless part of the new ones had to be loaded before the error could be
-seen, which `mixed` then tells.
+seen.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Receiver(WeightTransferEngine):
     parameters: Holdings | None = None
     account: UpdateChecklist | None = None
     loading = False  #: the model is taken apart for loading
-    mixed = False  #: the model holds tensors of two versions
+    begun = False  #: an update of the adapter has begun and is not complete
     _of_drafts: Holdings | None = None
     _kernels: Kernels
     _loaded: set[str]
@@ -196,7 +196,6 @@ class Receiver(WeightTransferEngine):
             return
         if not self.loading:
             self._take_apart()
-        self.mixed = True
         drafts: list[Pair] = []
         self._loaded |= set(self.model.load_weights(self._of_model(weights, drafts)) or ())
         if drafts and self.drafts is not None:
@@ -205,16 +204,15 @@ class Receiver(WeightTransferEngine):
             if left := sorted(self._parameters - self._loaded):
                 raise UpdateRejected(f"vLLM left {len(left)} parameters as they were, the first is {left[0]}")
             self._put_together()
-            self.mixed = False
             self.account = None
 
     def _load_adapter(self, slot: AdapterSlot, weights: Pairs, last: bool) -> None:
-        if not self.mixed:
+        if not self.begun:
             slot.register()
-        self.mixed = True
+        self.begun = True
         slot.load(weights)
         if last:
-            self.mixed = False
+            self.begun = False
             self.account = None
 
     def _take_apart(self) -> None:

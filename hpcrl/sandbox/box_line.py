@@ -33,7 +33,7 @@ NO_NAMESPACES = (
     "user.max_user_namespaces): docs/security.md, What a site can do"
 )
 _WATCHER = "import sys; sys.path.insert(0, sys.argv.pop(1)); from hpcrl.sandbox.watcher import main; main(sys.argv[1:])"
-_HINT = "make what it was for again, in another box"
+REPEAT = "make what it was for again, in another box"
 
 
 class Unconfined(HpcrlError):
@@ -181,7 +181,7 @@ class BoxLine:
             SandboxLost: if the box has ended.
         """
         if self.lost or self._writer is None:
-            raise SandboxLost(f"the sandbox was lost: {self.lost or 'it was never ready'}", _HINT)
+            raise SandboxLost(f"the sandbox was lost: {self.lost or 'it was never ready'}", REPEAT)
         number = next(self._numbers)
         try:
             data = pack(head | {"n": number}, body)
@@ -204,7 +204,7 @@ class BoxLine:
             head, body = await asyncio.wait_for(future, deadline.left)
         except TimeoutError:
             self.end(f"it gave no answer within {deadline.seconds:g} s")
-            raise SandboxLost(f"the sandbox was lost: {self.lost}", _HINT) from None
+            raise SandboxLost(f"the sandbox was lost: {self.lost}", REPEAT) from None
         finally:
             self._waiting.pop(number, None)
         if "errno" in head:
@@ -236,7 +236,7 @@ class BoxLine:
                 self._lifeline.shutdown(socket.SHUT_WR)
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(SandboxLost(f"the sandbox was lost: {self.lost}", _HINT))
+                future.set_exception(SandboxLost(f"the sandbox was lost: {self.lost}", REPEAT))
                 future.exception()  # it may be that nothing waits for it any more
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the stream with it
             if self._writer:

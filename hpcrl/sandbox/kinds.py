@@ -336,18 +336,8 @@ def _root() -> tempfile.TemporaryDirectory[str]:
 
 
 def _apptainer(program: str, image: str, limits: BoxLimits, shown: Shown) -> list[str]:
-    words = [
-        program,
-        "--silent",
-        "exec",
-        "--contain",
-        "--cleanenv",
-        "--no-home",
-        "--no-privs",
-        "--no-eval",
-        "--no-init",
-    ]
-    words += ["--pid", "--ipc", "--uts", "--net", "--network", "none"]
+    words = [program, "--silent", "exec", "--contain", "--cleanenv", "--no-home", "--no-privs", "--no-eval"]
+    words += ["--no-init", "--pid", "--ipc", "--uts", "--net", "--network", "none"]
     words += ["--no-mount", "sys,hostfs,bind-paths,cwd,devpts,home"]
     empty = tuple((place, f"{_root().name}/home") for place in _hidden())
     for inside, outside in (*_python(), *empty, *(() if image else _seen("")), *sorted(shown)):

@@ -15,12 +15,13 @@ from typing import NamedTuple
 from hpcrl.errors import HpcrlError
 from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import SandboxLost
+from hpcrl.sandbox.inside.files import WORK
 from hpcrl.sandbox.kinds import PROGRAMS, Shown
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.pool import SandboxPool
 
 OUTPUT = 16 << 20  #: bytes that are kept of each of a command's outputs
-RESULTS = "/work/results"  #: where a command writes what comes back
+RESULTS = f"{WORK}/results"  #: where a command writes what comes back
 MOST = 64 << 20  #: bytes of results
 LIMITS = BoxLimits(memory=1536 << 20, processes=128, cpu=20, disk=64 << 20, output=OUTPUT)
 

@@ -121,7 +121,7 @@ def client_session(headers: Mapping[str, str] | None = None, connections: int = 
     """A client for the event loop that runs; only the time until a connection is there is limited.
 
     Args:
-        connections: at once, 0 for as many as are needed.
+        connections: the most at one time; 0: no limit.
         idle: seconds for which one is kept open.
     """
     import aiohttp

@@ -1,6 +1,6 @@
 """How busy the engines are: requests in flight of each, who has fewest, and how the load went over time.
 
-Invariants: requests in flight are counted here and nowhere else; pure but for the clock that `Loads` is given; all sums
+Invariants: only this module counts requests in flight; it reads no clock but the one that `Loads` is given; all sums
 are of integers, so that nothing drifts in a long run.
 """
 

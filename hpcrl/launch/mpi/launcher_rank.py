@@ -1,4 +1,4 @@
-"""MPI rank 0: the hosts of a run as the launcher sees them, each behind a rank that starts what it is told to.
+"""The launcher on MPI rank 0.  It has one rank on every other host, and tells each which program to start there.
 
 Invariants: no wait is for ever: a host that is silent for a while ends the run; every host sees the run directory, or
 the run does not begin.

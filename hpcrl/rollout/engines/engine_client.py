@@ -184,7 +184,7 @@ class EngineClient:
 
     async def _tell(self, engine: PooledEngine, names: list[str]) -> None:
         """Have an engine end the samples with these names; those that it does not know, it ignores."""
-        # the request itself finds out what is wrong there; and it is told again
+        # an engine that is lost shows in the sample's own request, and `abort` tells it again
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._pool.session.post(
                 engine.at(ABORT), data=encode(names), headers=engine.head, timeout=_ABORT_TIMEOUT

@@ -25,7 +25,7 @@ from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import Unconfined, accounts
 from hpcrl.sandbox.box import Box
-from hpcrl.sandbox.box_line import BoxLine, SandboxLost
+from hpcrl.sandbox.box_line import REPEAT, BoxLine, SandboxLost
 from hpcrl.sandbox.kinds import SYSTEM_IMAGE
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.nodes.server import BEAT, KINDS, SILENCE, BoxError, BoxRequest
@@ -40,7 +40,6 @@ LOOK = 0.2  #: seconds between two looks for a node
 AGAIN = 1.0  #: seconds between two tries to connect
 CONNECT = 20.0  #: seconds until a node takes a connection
 ANSWER = 900.0  #: seconds that a node may take to make a box
-_HINT = "make what it was for again, in another box"
 
 
 class NodeFull(HpcrlError):
@@ -163,15 +162,15 @@ class _Node:
             HpcrlError: what the node says.
         """
         if self._session is None:
-            raise SandboxLost("the connection to its node is lost", _HINT)
+            raise SandboxLost("the connection to its node is lost", REPEAT)
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT)
         try:
             async with self._session.request(method, path, data=body, timeout=timeout) as answer:
                 data = await answer.read()
         except TimeoutError:
-            raise SandboxLost("its node gave no answer in time", _HINT) from None
+            raise SandboxLost("its node gave no answer in time", REPEAT) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise SandboxLost(f"the connection to its node is lost ({error})", _HINT) from None
+            raise SandboxLost(f"the connection to its node is lost ({error})", REPEAT) from None
         if answer.status == 200:
             return data
         try:

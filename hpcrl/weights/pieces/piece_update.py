@@ -58,10 +58,6 @@ LOOK = 0.02  #: seconds between two questions whether the workers have joined
 ENDING = 30.0  #: seconds that the ranks may take to notice that an update has failed
 
 
-class MemberFailed(PeerError):
-    """A member did not take part to the end; the error does not tell which one failed first."""
-
-
 class PieceUpdate:
     """Updates of one fleet, in pieces."""
 
@@ -218,7 +214,7 @@ class PieceUpdate:
             if (own := future.exception()) is not error and not isinstance(error, EngineLost) and _is_ours(own):
                 raise own from error
             if isinstance(error, PeerError) and not isinstance(error, EngineLost):
-                raise MemberFailed(_causes(error, pending)) from error
+                raise PeerError(_causes(error, pending)) from error
             raise
 
     def forget(self) -> None:

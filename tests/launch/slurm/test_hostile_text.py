@@ -26,13 +26,13 @@ from hpcrl.launch.site_file import apply, load_site
 from hpcrl.launch.slurm.job_script import Submission
 from hpcrl.launch.slurm.submission import preview
 from hpcrl.launch.slurm.submit import preview_script, script_by_hand
-from hpcrl.sandbox.run import run_confined
+from hpcrl.sandbox.run import RESULTS, run_confined
 from hpcrl.utils.plain_text import CONTROL
 from tests.support.able import needs
 
 REPO = Path(__file__).parents[3]
 RECIPE = REPO / "examples" / "quickstart.toml"
-RUN = "touch /work/results/ran"
+RUN = f"touch {RESULTS}/ran"
 #: what a shell, an option parser or a terminal would obey
 HOSTILE = (
     f"x\n{RUN}\n#",
@@ -44,9 +44,9 @@ HOSTILE = (
     f'"$({RUN})"',
     f"\\\";{RUN};\\'",
     f"x && {RUN} || {RUN}",
-    "x > /work/results/ran",
-    "--wrap=touch /work/results/ran",
-    "-oProxyCommand=touch /work/results/ran",
+    f"x > {RESULTS}/ran",
+    f"--wrap=touch {RESULTS}/ran",
+    f"-oProxyCommand=touch {RESULTS}/ran",
     f"x\r{RUN}",
     "x\x1b]0;title\x07",
     "x\0y",
@@ -98,7 +98,7 @@ def run_scripts(scripts: list[tuple[str, str]], tmp_path: Path) -> list[str]:
         (folder / str(number)).write_text(text)
     loop = (
         f"cd /tmp; for ((n = 0; n < {len(scripts)}; n++)); do bash /scripts/$n > /dev/null 2>&1 < /dev/null; "
-        f"[ -e /work/results/ran ] && mv /work/results/ran /work/results/$n; done; touch /work/results/end"
+        f"[ -e {RESULTS}/ran ] && mv {RESULTS}/ran {RESULTS}/$n; done; touch {RESULTS}/end"
     )
     words = {"PATH": "/scripts/bin:/usr/bin:/bin", "HOME": "/home", "SLURM_JOB_ID": "7"}
     done = run_confined(["/bin/bash", "-c", loop], words, 300.0, (("/scripts", str(folder)),), results=str(results))

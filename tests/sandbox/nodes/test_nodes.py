@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -59,6 +60,16 @@ async def node(
         yield pool
     finally:
         await server.close()
+
+
+def with_server(rundir: RunDir, work: Callable[[subprocess.Popen[bytes]], Coroutine[Any, Any, None]]) -> None:
+    """Do this next to a node in a process of its own."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER, str(rundir.root), "0"])
+    try:
+        run(work(server))
+    finally:
+        server.kill()
+        server.wait(60)
 
 
 def test_a_box_of_another_machine(rundir: RunDir) -> None:
@@ -178,12 +189,7 @@ def test_a_node_is_lost_with_fifty_boxes(rundir: RunDir) -> None:
             async with node(rundir, incarnation=1), nodes.box() as box:
                 assert (await box.run("echo again")).stdout == "again\n"
 
-    server = subprocess.Popen([sys.executable, "-c", SERVER, str(rundir.root), "0"])
-    try:
-        run(work(server))
-    finally:
-        server.kill()
-        server.wait(60)
+    with_server(rundir, work)
 
 
 CLIENT = """
@@ -317,12 +323,7 @@ def test_a_node_that_stands_still(rundir: RunDir, monkeypatch: pytest.MonkeyPatc
                     await asyncio.wait_for(lost, 30)
             assert not nodes._nodes[0].up and nodes._nodes[0].used == 0
 
-    server = subprocess.Popen([sys.executable, "-c", SERVER, str(rundir.root), "0"])
-    try:
-        run(work(server))
-    finally:
-        server.kill()
-        server.wait(60)
+    with_server(rundir, work)
 
 
 def test_no_node_comes_up(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
