@@ -1,4 +1,4 @@
-"""Weight updates side by side in one run: gathered on rank 0, in pieces from all ranks, and a plain copy.
+"""Weight updates in pieces from all ranks, next to a plain copy and the limit of the links, in one run.
 
     python bench/weights.py [--megabytes 256] [--rounds 5] [--rate 200] [--quick] [--no-hosts]
 
@@ -8,8 +8,7 @@ memcpy twice: two processes, half of them each, into other memory and from there
 way can reach that copies each byte twice.  Six hosts: four of a rank each and two of an engine each, as network
 namespaces on a bridge with links of --rate Mbit/s in each direction (root and tc; weights_roles/hosts.py). There the
 least possible is the time in which the busiest link of the plan carries its bytes.  Best of the rounds after one to
-warm up, and of that round for how long generation would pause: all of it, but for gathered over shared memory what the
-workers take.
+warm up.
 
 Writes bench/results/weights.md with the machine's load beside; the last line printed is one JSON object.
 """
@@ -40,37 +39,30 @@ HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
 LOAD = (
     "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries "
-    "before each row; the ways are four. Resharded over shared memory each byte is copied twice: by the rank, and into "
+    "before each row; the update has six processes. Over shared memory each byte is copied twice: by the rank, and into "
     "the parameter."
-)
-ONE_HOST = (
-    ("gathered", True),
-    ("resharded", True),
-    ("gathered", False),
-    ("resharded", False),
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: best of an update; pause: seconds of it in which engines stand still, or None: there are none; busy:
-    processor's seconds of all processes together; load: of the machine when it ended."""
+    """seconds: best of an update; busy: processor's seconds of all processes together; load: of the machine when it
+    ended."""
 
     seconds: float
-    pause: float | None
     busy: float
     load: float
 
 
-def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...] = (), bucket: int = BUCKET) -> Result:
-    """One way.  SystemExit if a process fails."""
+def run(near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...] = (), bucket: int = BUCKET) -> Result:
+    """Updates over shared memory (near) or sockets.  SystemExit if a process fails."""
     context = mp.get_context("fork")
     store = BRIDGE if hosts else HERE
     server = open_store(store)
     engines = 2 if hosts else 1
     count = RANKS + 2 * engines
     shared = (context.Barrier(count), context.Queue())
-    stage = Stage(way, tensors, rounds, engines, store, server.port, near, bucket, hosts, *shared)
+    stage = Stage(tensors, rounds, engines, store, server.port, near, bucket, hosts, *shared)
     processes = [context.Process(target=member, args=(stage, me), daemon=True) for me in range(count)]
     for process in processes:
         process.start()
@@ -78,9 +70,10 @@ def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...]
     for process in processes:
         process.join(60)
         if process.exitcode:
-            raise SystemExit(f"{way}: a process ended with {process.exitcode}")
-    seconds, pause = min(next(found for me, found, _ in told if me == 0))
-    return Result(seconds, pause, sum(busy for *_, busy in told), os.getloadavg()[0])
+            raise SystemExit(f"a process ended with {process.exitcode}")
+    return Result(
+        min(next(found for me, found, _ in told if me == 0)), sum(busy for *_, busy in told), os.getloadavg()[0]
+    )
 
 
 def memcpy(size: int, rounds: int) -> Result:
@@ -94,7 +87,7 @@ def memcpy(size: int, rounds: int) -> Result:
         found.append(time.perf_counter() - begin)
         after = resource.getrusage(resource.RUSAGE_SELF)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return Result(min(found[1:]), None, min(used[1:]), os.getloadavg()[0])
+    return Result(min(found[1:]), min(used[1:]), os.getloadavg()[0])
 
 
 def memcpy_twice(size: int, rounds: int) -> Result:
@@ -109,7 +102,7 @@ def memcpy_twice(size: int, rounds: int) -> Result:
     told = [results.get(timeout=LIMIT) for _ in processes]
     for process in processes:
         process.join(60)
-    return Result(max(seconds for seconds, _ in told), None, sum(busy for _, busy in told), os.getloadavg()[0])
+    return Result(max(seconds for seconds, _ in told), sum(busy for _, busy in told), os.getloadavg()[0])
 
 
 def _twice(size: int, rounds: int, barrier: Any, results: Any) -> None:
@@ -129,15 +122,14 @@ def _twice(size: int, rounds: int, barrier: Any, results: Any) -> None:
 
 
 def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
-    """In a process of its own: seconds of each way, and the least that the plan's busiest link needs."""
+    """In a process of its own: seconds of an update, and the least that the plan's busiest link needs."""
     switch()
     hosts = tuple(Host(number, rate) for number in range(RANKS + 2))
     found: dict[str, Any] = {}
-    for way in ("gathered", "resharded"):
-        found[way] = run(way, False, tensors, rounds, hosts, BUCKET // 4)
-    plan = plan_of(Stage("resharded", tensors, 1, 2, "", 0, ("", "", ""), False, BUCKET // 4, hosts, None, None))
+    found["pieces"] = run(False, tensors, rounds, hosts, BUCKET // 4)
+    plan = plan_of(Stage(tensors, 1, 2, "", 0, False, BUCKET // 4, hosts, None, None))
     busiest = max(plan.crossing().max(), plan.arriving().max())
-    found["least"] = Result(float(busiest) * 8 / (rate * 1e6), None, 0.0, 0.0)
+    found["least"] = Result(float(busiest) * 8 / (rate * 1e6), 0.0, 0.0)
     answers.put(found)
 
 
@@ -155,19 +147,13 @@ def in_own_process(*arguments: Any) -> dict[str, Result]:
     return dict(found)
 
 
-def table(rows: dict[str, Result], total: int, limit: str, gathered: dict[str, str]) -> list[str]:
-    """limit: the row that the others are compared with; gathered: of each row, the one of gathered to compare with."""
-    lines = [
-        f"| | seconds | pause | GB/s | {limit} / this | of gathered | processor's seconds | load |",
-        "|---|" + 7 * "---|",
-    ]
+def table(rows: dict[str, Result], total: int, limit: str) -> list[str]:
+    """limit: the row that the others are compared with."""
+    lines = [f"| | seconds | GB/s | {limit} / this | processor's seconds | load |", "|---|" + 5 * "---|"]
     for name, row in rows.items():
-        beside = f"{row.seconds / rows[gathered[name]].seconds:.2f}" if name in gathered else ""
-        rate = total / row.seconds / 1e9
-        pause = "" if row.pause is None else f"{row.pause:.3f}"
         lines.append(
-            f"| {name} | {row.seconds:.3f} | {pause} | {rate:.3f} | {rows[limit].seconds / row.seconds:.2f} | {beside} "
-            f"| {row.busy:.2f} | {row.load:.1f} |"
+            f"| {name} | {row.seconds:.3f} | {total / row.seconds / 1e9:.3f} "
+            f"| {rows[limit].seconds / row.seconds:.2f} | {row.busy:.2f} | {row.load:.1f} |"
         )
     return lines
 
@@ -184,24 +170,20 @@ def main() -> None:
     tensors = max(4, size * 2**20 // (ROWS * COLUMNS * BYTES))
     total = tensors * ROWS * COLUMNS * BYTES
     rows = {"memcpy": memcpy(total, rounds), "memcpy twice, two processes": memcpy_twice(total, rounds)}
-    beside = {}
-    for way, near in ONE_HOST:
-        where = "shared memory" if near else "sockets"
+    for near in (True, False):
         rows["memcpy"] = min(rows["memcpy"], memcpy(total, rounds), key=lambda row: row.seconds)
-        rows[f"{way}, {where}"] = run(way, near, tensors, rounds)
-        beside[f"{way}, {where}"] = f"gathered, {where}"
+        rows[f"pieces, {'shared memory' if near else 'sockets'}"] = run(near, tensors, rounds)
     lines = [
         "# Weight updates",
         "",
         f"{total / 2**20:.0f} MiB, 4 ranks to 2 workers on one host of {os.cpu_count()} cores.",
         "",
     ]
-    lines += [*table(rows, total, "memcpy", beside), "", LOAD.format(os.cpu_count())]
-    pieces = rows["resharded, shared memory"]
+    lines += [*table(rows, total, "memcpy"), "", LOAD.format(os.cpu_count())]
+    pieces = rows["pieces, shared memory"]
     last = {
-        "resharded_of_gathered": pieces.seconds / rows["gathered, shared memory"].seconds,
-        "resharded_rate_of_memcpy": rows["memcpy"].seconds / pieces.seconds,
-        "resharded_rate_of_memcpy_twice": rows["memcpy twice, two processes"].seconds / pieces.seconds,
+        "pieces_rate_of_memcpy": rows["memcpy"].seconds / pieces.seconds,
+        "pieces_rate_of_memcpy_twice": rows["memcpy twice, two processes"].seconds / pieces.seconds,
     }
     if not asked.no_hosts:
         few = max(4, tensors // 4)
@@ -212,9 +194,8 @@ def main() -> None:
             f"{part / 2**20:.0f} MiB, 4 hosts of a rank to 2 hosts of an engine, links of {asked.rate} Mbit/s.",
             "",
         ]
-        lines += table(over, part, "least", dict.fromkeys(over, "gathered"))
-        last["hosts_resharded_of_least"] = over["resharded"].seconds / over["least"].seconds
-        last["hosts_resharded_of_gathered"] = over["resharded"].seconds / over["gathered"].seconds
+        lines += table(over, part, "least")
+        last["hosts_pieces_of_least"] = over["pieces"].seconds / over["least"].seconds
     print("\n".join(lines))
     if not asked.quick:
         (REPO / "bench" / "results" / "weights.md").write_text("\n".join(lines) + "\n")

@@ -1,8 +1,7 @@
 """Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one
 thread.
 
-They are the real sender and receiver of both ways; for gathered rank 0 alone sends, and collects the other half of
-each tensor from rank 1.  vLLM's loaders are left out of all: a worker copies its part of what it got into its parameters, as
+They are the real sender and receiver.  vLLM's loaders are left out of all: a worker copies its part of what it got into its parameters, as
 they do.
 
 Invariant: after the last update every worker holds exactly what the ranks had.
@@ -12,8 +11,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +22,10 @@ from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.models.slicing import SourceRectangle
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
-from hpcrl.weights.pieces.gathered import StreamedValues
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport
 from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
-from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker, whole
+from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker
 from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 
 #: BYTES of bf16
@@ -44,13 +41,12 @@ CHANGED = 100  #: one of so many elements changes from update to update
 
 @dataclass(frozen=True)
 class Stage:
-    """What all processes of one way share.
+    """What all processes share.
 
     near: ranks and workers on one host map each other's memory; hosts: of each member, ranks first, or none for all on
     this machine; port: of the store where they meet.
     """
 
-    way: str
     tensors: int
     rounds: int
     engines: int
@@ -79,15 +75,13 @@ class Stage:
 def plan_of(stage: Stage) -> Redistribution:
     layouts = Layouts()
     halves = [TensorPart((i * ROWS // 2, (i + 1) * ROWS // 2), (0, COLUMNS), (i, i + 2)) for i in range(2)]
-    gathered = stage.way == "gathered"
-    held = layouts.pattern([whole((ROWS, COLUMNS), (0,))] if gathered else halves)
+    held = layouts.pattern(halves)
     each = [TensorPart((0, ROWS), (i * HALF, (i + 1) * HALF), tuple(range(i, stage.workers, TP))) for i in range(TP)]
     needed = layouts.pattern(each)
     for number in range(stage.tensors):
         layouts.add(f"w{number}", (ROWS, COLUMNS), BYTES, held, needed)
     workers = [Worker(i // TP, stage.host(RANKS + i)) for i in range(stage.workers)]
-    limit = ROWS * COLUMNS * BYTES * stage.tensors if gathered and stage.near else stage.bucket // 2
-    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], limit, stage.near)
+    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2, stage.near)
 
 
 def join(stage: Stage, me: int) -> PeerTransport:
@@ -108,24 +102,17 @@ def change(parts: list[torch.Tensor], turn: int) -> None:
         part.view(-1)[turn % CHANGED :: CHANGED] += 1
 
 
-def timed(
-    stage: Stage, me: int, work: Callable[[], float | None], before: Callable[[int], None] = lambda _: None
-) -> None:
-    """All rounds; rank 0 reports (seconds, those in which engines stand still) of each, and everybody the processor's
-    seconds.
-
-    work: returns the time from which on engines stand still, or None: from its begin.
-    """
+def timed(stage: Stage, me: int, work: Callable[[], None], before: Callable[[int], None] = lambda _: None) -> None:
+    """All rounds; rank 0 reports the seconds of each, and everybody the processor's seconds."""
     found, spent = [], []
     for turn in range(stage.rounds + 1):
         before(turn)
         stage.barrier.wait(LIMIT)
         begin, used = time.perf_counter(), _used()
-        still = work()
+        work()
         spent.append(_used() - used)
         stage.barrier.wait(LIMIT)
-        end = time.perf_counter()
-        found.append((end - begin, end - (begin if still is None else still)))
+        found.append(time.perf_counter() - begin)
     stage.results.put((me, found[1:] if me == 0 else [], sum(spent[1:]) / stage.rounds))
 
 
@@ -150,8 +137,6 @@ def member(stage: Stage, me: int) -> None:
         stage.hosts[me if me < RANKS else RANKS + (me - RANKS) // TP].enter()
     if me >= RANKS:
         pieces_worker(stage, me)
-    elif stage.way == "gathered":
-        gathered_rank(stage, me)
     else:
         pieces_rank(stage, me)
 
@@ -193,40 +178,3 @@ def pieces_worker(stage: Stage, me: int) -> None:
 
     timed(stage, me, lambda: reader.receive(load))
     check(stage, me, params)
-
-
-def gathered_rank(stage: Stage, me: int) -> None:
-    post, plan = join(stage, me), plan_of(stage)
-    parts = [half_of(n, me % 2) for n in range(stage.tensors)]
-    if me:
-        timed(stage, me, lambda: give(post, parts) if me == 1 else None, lambda turn: change(parts, turn))
-        return
-    to = [
-        SendTarget(stage.near and destination.host == stage.host(me), box.host_leader, box.workers)
-        for destination, box in zip(plan.destinations, _boxes(plan), strict=True)
-    ]
-    pieces = pieces_of(me, to_bytes(plan))
-    sender = PieceSender(post, pieces, plan.layouts.names, to, plan.limit)
-    uses = Counter(plan.layouts.names[tensor] for tensor in pieces[:, 0].tolist())
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, part in enumerate(parts):
-            other = torch.empty_like(part)
-            post.receive(other.view(-1).view(torch.uint8), 1, 5).wait()
-            yield f"w{number}", torch.cat([part, other])
-
-    def work() -> float:
-        values = StreamedValues(tensors(), dict.fromkeys(uses, "bfloat16"), uses)
-        begin = time.perf_counter()
-        still = time.perf_counter() if sender.stage(values) else begin
-        sender.send(values)
-        values.close()
-        return still
-
-    timed(stage, me, work, lambda turn: change(parts, turn))
-
-
-def give(post: PeerTransport, parts: list[torch.Tensor]) -> None:
-    """What rank 1 has to rank 0, which collects."""
-    for part in parts:
-        post.send(part.view(-1).view(torch.uint8), 0, 5).wait()

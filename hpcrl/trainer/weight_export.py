@@ -1,4 +1,4 @@
-"""The policy's weights on their way to the engines: gathered on rank 0, or sent in pieces by every rank.
+"""The policy's weights on their way to the engines: sent in pieces by every rank, or gathered on rank 0.
 
     exporter = WeightExporter(policy, patient group, address, ...)
     sender.publish(exporter.stream(), version)        # on every rank: rank 0 directs, the others follow its commands

@@ -26,9 +26,9 @@ from hpcrl.models.lora.serving import serves_adapter
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.comparison import Comparison, Differs, dtype_name
 from hpcrl.weights.disk import DiskUpdate, Written
-from hpcrl.weights.pieces.piece_update import PieceUpdate, obstacle
+from hpcrl.weights.pieces.piece_update import PieceUpdate
 from hpcrl.weights.pieces.planning import Source, needed_tensors, stranger
-from hpcrl.weights.update_backend import DISK, pieces_obstacle
+from hpcrl.weights.update_backend import DISK
 from hpcrl.weights.worker_calls import WorkerCalls
 
 NOTICED = 3.0  #: seconds within which the end of an engine shows
@@ -103,15 +103,16 @@ class WeightSender:
         """How updates go to these engines.
 
         Raises:
-            UsageError: if they cannot take what --weight-update asks for.
+            UsageError: if it is not known how they hold part of the model.
         """
-        wish = self.options.weight_update
-        if self.manifests[0][0]["backend"] == DISK:
-            if wish == "resharded":
-                raise UsageError(f"--weight-update {wish}: {pieces_obstacle(DISK, wish)}", "use auto or gathered")
+        first = self.manifests[0][0]
+        if first["backend"] == DISK:
             return DiskUpdate(fleet, self.options, self.scheme, self.written, self.identity)
-        if why := obstacle(self.manifests, wish):
-            raise UsageError(f"--weight-update {wish}: {why}", "start the engines with --weight-transfer disk")
+        if first["opaque"] and not first["unseen"]:
+            raise UsageError(
+                f"how the engines hold {first['opaque'][0]}* is not known, so that no pieces of it can be sent",
+                "use --weight-transfer disk",
+            )
         return PieceUpdate(fleet, self.manifests, self.options, self.scheme, self.host)
 
     def _calls(self, fleet: EngineBroadcast) -> WorkerCalls:

@@ -6,7 +6,7 @@
     ipc     memory of the GPUs that trainer and engines share, between hosts NCCL
     disk    a directory of safetensors, which every engine reads
 
-Invariant: an update that a run sends in pieces is one that `route` predicts so.
+Invariant: a run sends its updates in the way that `route` predicts.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ class TransportConditions:
         cpu: the engines run vLLM's CPU build.
         one_host: all of the run is on one.
         colocate: trainer and engines share GPUs.
-        from_host: what is sent is in host memory.
     """
 
     cpu: bool
     one_host: bool
     colocate: bool
-    from_host: bool = False
 
 
 def transfer_obstacle(transfer: str, site: TransportConditions) -> str | None:
@@ -67,7 +65,7 @@ def choose(wish: str, site: TransportConditions) -> str:
         UsageError: when `wish` asks for one that cannot work at this site.
     """
     if wish == "auto":
-        if site.cpu or site.from_host:
+        if site.cpu:
             wish = "shm" if site.one_host else "gloo"
         else:
             wish = "ipc" if site.colocate else "nccl"
@@ -99,12 +97,12 @@ class Route:
     Attributes:
         transfer: the value of --weight-transfer.
         backend: vLLM's name of the engines' end.
-        gathered: why whole tensors go through rank 0, None where every rank sends its pieces.
+        whole: whole tensors go through rank 0; else every rank sends its pieces.
     """
 
     transfer: str
     backend: str
-    gathered: str | None
+    whole: bool
 
 
 def route(options: Options, plan: Plan, cpu: bool) -> Route:
@@ -117,9 +115,7 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
         UsageError: as of `backend`.
     """
     name = _way(options, plan, cpu)
-    if options.weight_update == "gathered":
-        return Route(name, f"hpcrl_{name}", "--weight-update is gathered")
-    return Route(name, f"hpcrl_{name}", pieces_obstacle(f"hpcrl_{name}", options.weight_update))
+    return Route(name, f"hpcrl_{name}", f"hpcrl_{name}" not in TAKES_PIECES)
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
@@ -131,26 +127,8 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
     return f"hpcrl_{_way(options, plan, cpu)}"
 
 
-def pieces_obstacle(backend: str, wish: str) -> str | None:
-    """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
-
-    Args:
-        backend: vLLM's name of the engines' end.
-        wish: --weight-update.
-    """
-    if backend not in TAKES_PIECES:
-        return f"the engines receive with {backend}, which takes whole tensors"
-    if backend in (NCCL, IPC) and wish == "gathered":
-        return "it sends from host memory, and over NCCL and CUDA IPC bytes come from the GPU's"
-    return None
-
-
 def _way(options: Options, plan: Plan, cpu: bool) -> str:
     one_host = (
         len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
     )
-    from_host = options.weight_update == "gathered"
-    return choose(
-        options.weight_transfer,
-        TransportConditions(cpu, one_host, options.colocate and not plan.external, from_host),
-    )
+    return choose(options.weight_transfer, TransportConditions(cpu, one_host, options.colocate and not plan.external))

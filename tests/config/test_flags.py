@@ -501,7 +501,6 @@ def test_what_differs_from_the_defaults() -> None:
             "--advantage-estimator grpo needs several responses",
         ),
         ({"eval_interval": 2, "eval_prompt_data": ["a", "p"], "label_key": None}, "compares with the label"),
-        ({"weight_update": "resharded", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
         (
             {
                 "weight_transfer": "disk",
@@ -515,11 +514,6 @@ def test_what_differs_from_the_defaults() -> None:
         (
             {"weight_transfer": "ipc"},
             "engines on the trainer's.*--colocate is not given; give --colocate",
-        ),
-        ({"weight_update": "gathered", "weight_transfer": "nccl"}, "over --weight-transfer nccl is pieces"),
-        (
-            {"weight_transfer": "ipc", "colocate": True, "weight_update": "gathered"},
-            "--weight-update gathered: what goes over .* pieces",
         ),
         (
             {"save_interval": 2, "non_persistent_save_interval": 4},

@@ -17,7 +17,7 @@ from hpcrl.models.lora.matrices import adapted, lora_name
 from hpcrl.models.lora.settings import lora_settings
 from hpcrl.weights.sender import Differs
 from tests.engine.test_updates_and_ends import metric
-from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, WholeTensors, connected, generate, members
+from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, Trainer, generate
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_family, make_model
 
@@ -40,7 +40,7 @@ class AdapterSide:
         assert settings is not None
         self.scale, self.rank = settings.scale, settings.rank
         self.matrices = adapted(find_family(config, model).tensors(config), settings)
-        self.sender = connected(engines)
+        self.trainer = Trainer(engines)
         self.version = 0
 
     def adapter(self, seed: int) -> Pairs:
@@ -59,8 +59,7 @@ class AdapterSide:
 
     def push(self, pairs: Pairs) -> dict[str, float]:
         self.version += 1
-        self.sender.connect(members(self.engines))
-        return self.sender.publish(WholeTensors(pairs), self.version)
+        return self.trainer.push(pairs, self.version)
 
     def distance(self, prompt: list[int] = PROMPT, **sampling: Any) -> float:
         answer = generate(self.engines.address(), prompt, 24, **sampling)
@@ -75,7 +74,7 @@ def side(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> It
     engines = nursery.engines(tmp_path / "run", model, **LORA | fields)
     side = AdapterSide(engines, model)
     yield side
-    side.sender.close()
+    side.trainer.close()
     assert engines.stop() == [0]
 
 
@@ -127,7 +126,7 @@ def test_what_is_not_whole_is_found(side: AdapterSide) -> None:
     fused = [(name.replace("gate_proj", "gate_up_proj"), tensor) for name, tensor in pairs]
     with pytest.raises(HpcrlError, match="gate_up_proj"):
         side.push(fused)
-    fleet = side.sender.fleet
+    fleet = side.trainer.sender.fleet
     assert fleet is not None
     fleet.call("spoiling", "load_twice")
     with pytest.raises(Differs, match="not what was sent"):
@@ -149,5 +148,5 @@ def test_workers_have_their_parts(nursery: Nursery, tmp_path: Path) -> None:
         hits = metric(engines.address(), "prefix_cache_hits_total")
         assert side.distance(LONG) < NEAR and metric(engines.address(), "prefix_cache_hits_total") == hits
         assert side.distance(LONG) < NEAR and metric(engines.address(), "prefix_cache_hits_total") > hits
-    side.sender.close()
+    side.trainer.close()
     assert engines.stop() == [0]

@@ -35,8 +35,8 @@ PP2 = {"pipeline_model_parallel_size": 2}
 LORA = {"lora_rank": 4, "lora_alpha": 6}
 
 
-def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any, updates: list[str]) -> list[Any]:
-    """One rank: an update for each of the ways, each of another adapter; what each sent, and the merged weights."""
+def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any) -> list[Any]:
+    """One rank: two updates, each of another adapter; what each sent, and the merged weights."""
     from hpcrl.trainer.lora.values import init_adapter
 
     ranks = initialize(options)
@@ -47,10 +47,9 @@ def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any, up
     engines = [Engine.at(address, index) for index, address in enumerate(addresses)]
     sent = sent_part(policy, options)
 
-    def updated(part: Any, way: str, version: int, base: bool) -> dict[str, float]:
+    def updated(part: Any, version: int, base: bool) -> dict[str, float]:
         way_out = WeightExporter(part, patient, "127.0.0.1", options.hf_checkpoint)
-        own = options.model_copy(update={"weight_update": way})
-        sender = WeightSender(RunDir(root), plan.trainers[0].at, own, ranks.rank == 0, base=base)
+        sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0, base=base)
         if ranks.rank == 0:
             sender.connect(engines)
         metrics = sender.publish(way_out.stream(), version)
@@ -59,11 +58,11 @@ def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any, up
         return metrics
 
     if sent.of_adapters:
-        updated(policy, "auto", 1, base=True)
+        updated(policy, 1, base=True)
     found = []
-    for version, way in enumerate(updates, 2):
+    for version in (2, 3):
         change(policy, version)
-        metrics = updated(sent, way, version, base=False)
+        metrics = updated(sent, version, base=False)
         merged = {name: tensor.clone() for name, tensor in export(policy.with_part("merged")) if ranks.rank == 0}
         elements = sum(tensor.numel() for _, tensor in export(policy.with_part("adapter")))
         found.append((metrics, merged, elements))
@@ -80,10 +79,10 @@ def change(policy: Any, seed: int) -> None:
                 parameter.copy_(torch.sin(rows * (1 + seed / 7)) / 8)
 
 
-def updates_of(engines: Engines, world: int, ways: list[str], **layout: Any) -> list[Any]:
+def updates_of(engines: Engines, world: int, **layout: Any) -> list[Any]:
     options = engines.options.model_copy(update={"actor_num_gpus_per_node": world, **layout})
     addresses = [engines.address(index) for index in range(len(engines.processes))]
-    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, addresses, options, ways, timeout=60)[0]
+    return run_ranks(world, rank_side, engines.rundir.root, engines.plan, addresses, options, timeout=60)[0]
 
 
 def check_answers(engines: Engines, model: Path, merged: dict[str, torch.Tensor], version: int) -> None:
@@ -109,7 +108,7 @@ def test_adapters_of_ranks_in_an_engine(
     model = make_family(tmp_path / "model", name, False)
     values = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL, **LORA}
     engines = nursery.engines(tmp_path / "run", model, without_weights=True, **values)
-    found = updates_of(engines, world, ["resharded", "gathered"], **layout)
+    found = updates_of(engines, world, **layout)
     for metrics, _, elements in found:
         assert (metrics["perf/update_weights_bytes"] == 4 * elements) == alone
     check_answers(engines, model, found[-1][1], 1 + len(found))

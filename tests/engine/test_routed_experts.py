@@ -31,7 +31,7 @@ from hpcrl.sample import Sample
 from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.utils.sample_parts import COMPLETED
 from tests.engine.test_sampling_route import run
-from tests.support.engines import WholeTensors, connected
+from tests.support.engines import Trainer
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
@@ -75,11 +75,11 @@ def sampled(
         found = [list(await asyncio.gather(*(one(tokens, i) for i in range(EACH)))) for tokens in PROMPTS]
         return found, await two_turns(opts, generator) if turns else []
 
-    sender = connected(engines, opts)
+    trainer = Trainer(engines, opts)
     tensors = load_file(model / "model.safetensors").items()
-    sender.publish(WholeTensors([(name, tensor.bfloat16()) for name, tensor in tensors]), 0)
+    trainer.push([(name, tensor.bfloat16()) for name, tensor in tensors], 0)
     found, samples = run(engines, job)
-    sender.close()
+    trainer.close()
     assert engines.stop() == [0]
     return opts, routing, found, samples
 

@@ -29,7 +29,7 @@ from hpcrl.rollout.samplers import teacher_logprobs
 from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.sample import Sample
 from hpcrl.weights.comparison import Differs
-from hpcrl.weights.pieces.piece_update import PieceUpdate
+from hpcrl.weights.pieces.elements import PieceValues
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Engines, Pairs, Reference, Side, generate, gone, raw_push
 from tests.support.tiny import make_model
 
@@ -310,20 +310,16 @@ def test_sender_refuses_unneeded_tensors(side: str, spoil: Any, request: pytest.
 
 def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     shm.step()
-    update = shm.sender.update
-    assert isinstance(update, PieceUpdate) and update.gathered is not None
-    prepare = update.gathered.prepare
+    write = PieceValues.write
     names: list[str] = []
 
-    def tampered() -> None:
-        prepare()
-        sender = update.gathered.sender
-        [packed] = sender.rounds[0]
-        which = next(i for i, piece in enumerate(packed.pieces) if sender.names[piece[0]].endswith("v_proj.weight"))
-        names.append(sender.names[packed.pieces[which][0]])
-        sender.memory.buffer[packed.places[which] + 5] ^= 1
+    def tampered(self: PieceValues, name: str, area: Any, out: torch.Tensor) -> None:
+        write(self, name, area, out)
+        if name.endswith("v_proj.weight") and not names:
+            names.append(name)
+            out.view(-1)[5] += 1
 
-    monkeypatch.setattr(update.gathered, "prepare", tampered)
+    monkeypatch.setattr(PieceValues, "write", tampered)
     with pytest.raises(Differs, match="after the update 1 tensors are not what.*sent") as caught:
         shm.step()
     monkeypatch.undo()

@@ -19,11 +19,16 @@ from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.engine.membership.http import Address, request_json
 from hpcrl.engine.membership.registry import Engine
+from hpcrl.models.files.fp8 import Scheme
+from hpcrl.models.slicing import SourceRectangle
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import http_key, make_keys
 from hpcrl.weights.disk import DiskUpdate
+from hpcrl.weights.pieces.elements import OwnTensor, prepare_values
+from hpcrl.weights.pieces.messages import pieces_of
+from hpcrl.weights.pieces.piece_sender import JoinCommand, PieceSender, join_as_rank
 from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.pieces.wire import process_identity
 from hpcrl.weights.redistribution.layouts import whole
@@ -210,10 +215,12 @@ class Reference:
 
 
 class WholeTensors:
-    """What a trainer of one rank exports, in place of a `WeightStream`: to be sent gathered."""
+    """What a trainer of one rank exports, in place of a `WeightStream`."""
 
-    def __init__(self, pairs: Pairs) -> None:
+    def __init__(self, pairs: Pairs, scheme: Scheme | None = None) -> None:
         self.pairs = pairs
+        self.scheme = scheme
+        self.sender: PieceSender | None = None
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         held = {name: HeldTensor(tuple(t.shape), (whole(tuple(t.shape), (0,)),)) for name, t in self.pairs}
@@ -222,15 +229,48 @@ class WholeTensors:
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.pairs)
 
+    def join(self, command: dict[str, Any], plan: bytes) -> None:
+        self.abort()
+        known = msgspec.convert(msgspec.to_builtins(command), JoinCommand)
+        self.sender = join_as_rank(known, pieces_of(0, plan), 0, "127.0.0.1")
+        self.dtypes = known.dtypes
+
+    def prepare(self) -> None:
+        own = {
+            name: OwnTensor(tensor, [SourceRectangle(0, (0, len(tensor)), None, 0)], 0, tuple(tensor.shape))
+            for name, tensor in self.pairs
+        }
+        self.values = prepare_values(own, self.dtypes, self.scheme, lambda largest: None)
+
+    def send(self) -> int:
+        assert self.sender is not None
+        return self.sender.send(self.values)
+
+    def abort(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+
     def finish_update(self) -> None: ...
 
 
-def connected(engines: Engines, options: Options | None = None) -> WeightSender:
-    """A sender of whole tensors to all of them."""
-    options = (options or engines.options).model_copy(update={"weight_update": "gathered"})
-    sender = WeightSender(engines.rundir, "127.0.0.1", options, is_driver=True)
-    sender.connect(members(engines))
-    return sender
+class Trainer:
+    """A trainer of one rank: its sender, and what it sends."""
+
+    def __init__(self, engines: Engines, options: Options | None = None) -> None:
+        self.sender = WeightSender(engines.rundir, "127.0.0.1", options or engines.options, is_driver=True)
+        self.tensors = WholeTensors([], self.sender.scheme)
+        self.members = members(engines)
+        self.sender.connect(self.members)
+
+    def push(self, pairs: Pairs, version: int) -> dict[str, float]:
+        self.sender.connect(self.members)  # again after an update that failed, as the next attempt does
+        self.tensors.pairs = pairs
+        return self.sender.publish(self.tensors, version)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.tensors.abort()
 
 
 def members(engines: Engines) -> list[Engine]:
@@ -238,19 +278,21 @@ def members(engines: Engines) -> list[Engine]:
 
 
 class Side:
-    """A running fleet of engines, the sender to it, and the model that both should hold."""
+    """A running fleet of engines, the trainer of one rank, and the model that both should hold."""
 
     def __init__(self, engines: Engines, model: Path) -> None:
         self.engines = engines
         self.reference = Reference(model)
-        self.sender = connected(engines)
-        self.members = members(engines)
+        self.trainer = Trainer(engines)
         self.version = 0
+
+    @property
+    def sender(self) -> WeightSender:
+        return self.trainer.sender
 
     def push(self, pairs: Pairs) -> dict[str, float]:
         self.version += 1
-        self.sender.connect(self.members)  # again after an update that failed, as the next attempt does
-        return self.sender.publish(WholeTensors(pairs), self.version)
+        return self.trainer.push(pairs, self.version)
 
     def step(self) -> dict[str, float]:
         """Change the model and push it."""
@@ -261,7 +303,7 @@ class Side:
         return self.reference.distance(prompt, answer, sampling.get("temperature", 1.0))
 
     def close(self) -> None:
-        self.sender.close()
+        self.trainer.close()
 
 
 def raw_push(engines: Engines, pairs: Pairs, change: Any = lambda info: None, index: int = 0) -> None:

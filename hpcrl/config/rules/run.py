@@ -113,39 +113,16 @@ def _check_fully_async(o: Options) -> None:
 
 def check_weights(o: Options) -> None:
     """Raise UsageError for a way of transfer that an update of this kind cannot take."""
-    if o.weight_update == "gathered" and o.weight_transfer == "nccl":
-        raise UsageError(
-            "--weight-update gathered: what goes over --weight-transfer nccl is pieces, from the GPU's memory",
-            "give --weight-update auto or resharded, or --weight-transfer gloo",
-        )
-    if o.weight_update == "resharded" and o.weight_transfer == "disk":
-        raise UsageError(
-            "--weight-update resharded: what goes over --weight-transfer disk is whole tensors",
-            "leave one of them out",
-        )
     if o.weight_transfer == "disk" and o.check_weight_update_equal and o.engine_data_parallel_size > 1:
         raise UsageError(
             "--check-weight-update-equal: over --weight-transfer disk the first of an engine's data-parallel parts "
             "alone could be asked",
             "leave one of them out",
         )
-    if o.weight_transfer == "ipc":
-        _check_ipc(o)
-
-
-def _check_ipc(o: Options) -> None:
-    """Raise UsageError where a trainer rank's memory cannot be opened by all engines, or would not be all that they
-    need.
-    """
-    if not o.colocate:
+    if o.weight_transfer == "ipc" and not o.colocate:
         raise UsageError(
             "--weight-transfer ipc is for engines on the trainer's GPUs, and --colocate is not given",
             "give --colocate, or --weight-transfer auto",
-        )
-    if o.weight_update == "gathered":
-        raise UsageError(
-            "--weight-update gathered: what goes over --weight-transfer ipc is pieces, whole, from the GPU's memory",
-            "give --weight-update auto or resharded, or --weight-transfer shm",
         )
 
 

@@ -33,7 +33,7 @@ _OF_ENGINES = (
     "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_stop "
     "rollout_stop_token_ids rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key "
     "reward_cpu_limit reward_timeout reward_max_failed update_weight_buffer_size "
-    "custom_generate_function_path weight_transfer weight_update update_weight_disk_dir "
+    "custom_generate_function_path weight_transfer update_weight_disk_dir "
     "check_weight_update_equal vllm custom_update_weight_post_write_path"
 )
 _OF_FILLING = (

@@ -114,16 +114,11 @@ class WeightOptions(Base):
     )
     weight_transfer: Literal["auto", "shm", "gloo", "nccl", "ipc", "disk"] = opt(
         "auto",
-        "what carries the weights (ipc: with --colocate); auto: nccl with CUDA, with --colocate ipc; without CUDA, and "
-        "for --weight-update gathered, shm on one host, gloo over several",
+        "what carries the weights (ipc: with --colocate); auto: nccl with CUDA, with --colocate ipc; without CUDA "
+        "shm on one host, gloo over several",
     )
     update_weight_disk_dir: str | None = opt(
         None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"
-    )
-    weight_update: Literal["auto", "resharded", "gathered"] = opt(
-        "auto",
-        "resharded: every rank sends pieces to the workers that need them; gathered: rank 0 collects and sends whole "
-        "tensors; auto: resharded where it can be, else gathered",
     )
     check_weight_update_equal: bool = opt(
         False, "after every update compare each tensor of the engine, bit for bit, with what was sent", "slime"

@@ -39,8 +39,7 @@ def communicators(options: Options) -> dict[str, tuple[int, bool]]:
 
 def pieces_from_gpu(options: Options) -> bool:
     """Whether weight updates go in pieces out of GPU memory: over NCCL, or over CUDA IPC where GPUs are shared."""
-    in_pieces = options.weight_update in ("auto", "resharded") and options.weight_transfer in ("auto", "nccl", "ipc")
-    return in_pieces and options.bf16 and options.num_engines > 0
+    return options.weight_transfer in ("auto", "nccl", "ipc") and options.bf16 and options.num_engines > 0
 
 
 def update_members(options: Options) -> tuple[int, bool] | None:

@@ -227,7 +227,7 @@ def _moment(told: Mapping[str, Any], name: str, careful: bool) -> int:
 def update_bytes(options: Options, config: Config, fields: Mapping[str, Any]) -> float:
     """In addition to the buffers that are there all the time.
 
-    In pieces, what a band of a tensor is coded in where engines serve FP8. A gathered update has the largest tensor
+    In pieces, what a band of a tensor is coded in where engines serve FP8. Any other update has the largest tensor
     whole in addition to its parts, and sends out of host memory.
     """
     if pieces_from_gpu(options):

@@ -1,5 +1,5 @@
 """What a weight update moves, before anything runs: in pieces, the plan of redistribution for the layout that the
-options ask for; gathered, the bytes of the whole model through rank 0.
+options ask for; as whole tensors, the bytes of the model through rank 0.
 
 The trainer's side is what the family's rules and the parallel sizes say, the engines' what vLLM's layers do: columns of
 attention and MLP over its tensor-parallel workers, experts over all of them with enable_expert_parallel, key-value
@@ -53,18 +53,16 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """An update of whole tensors through rank 0.
+class WholeUpdate:
+    """An update of whole tensors, which rank 0 gathers.
 
     Attributes:
         transfer: the value of --weight-transfer.
-        why: it is not sent in pieces.
         bytes: of all tensors.
         link: the rate of a card's link in Gb/s.
     """
 
     transfer: str
-    why: str
     bytes: int
     link: float
 
@@ -83,7 +81,7 @@ class AdapterUpdate:
 
 def predict(
     options: Options, family: Family, config: Config, plan: Plan, link: float = LINK
-) -> Update | Gathered | AdapterUpdate:
+) -> Update | WholeUpdate | AdapterUpdate:
     """The weight update that a run of these options on these hosts makes; of FP8 weights the scales, a part in 4,000,
     are left out.
 
@@ -97,8 +95,8 @@ def predict(
     if served_as(options, family, config) == "adapter":
         return AdapterUpdate(adapter_parameters(options, family, config) * (2 if options.bf16 else 4))
     found = route(options, plan, cpu=not options.bf16)
-    if found.gathered is not None:
-        return Gathered(found.transfer, found.gathered, _bytes(options, family, config), link)
+    if found.whole:
+        return WholeUpdate(found.transfer, _bytes(options, family, config), link)
     return in_pieces(options, family, config, plan, found.backend, link)
 
 
@@ -119,7 +117,7 @@ def _bytes(options: Options, family: Family, config: Config) -> int:
 def in_pieces(
     options: Options, family: Family, config: Config, plan: Plan, backend: str = GLOO, link: float = LINK
 ) -> Update:
-    """The plan of a resharded update.
+    """The plan of an update in pieces.
 
     Args:
         backend: vLLM's name of the engines' end.
@@ -305,20 +303,21 @@ def _part(size: int, place: int, pieces: int) -> tuple[int, int]:
 # ---- for people
 
 
-def update_lines(update: Update | Gathered | AdapterUpdate) -> Iterator[str]:
+def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
     """What a card sends and receives, how long that takes, and the memory that it needs."""
     if isinstance(update, AdapterUpdate):
         yield "weights of one update: the adapter alone (docs/lora.md)"
         yield f"  {update.bytes / 1e6:.1f} MB to each worker of the engines, the weights under it once, at the start"
         return
-    if isinstance(update, Gathered):
-        yield from _gathered_lines(update)
+    if isinstance(update, WholeUpdate):
+        yield "weights of one update: whole tensors, gathered by rank 0 (planned; docs/weights.md)"
+        yield f"  {update.bytes / GB:.1f} GB, {WHOLE[update.transfer]} (--weight-transfer {update.transfer})"
         return
     plan = update.plan
     sent = plan.sent()
     landed = np.asarray([len(destination.workers) for destination in plan.destinations])
     received = plan.received() / landed
-    yield "weights of one update, resharded: from the ranks that hold them to the workers (planned; docs/weights.md)"
+    yield "weights of one update in pieces: from the ranks that hold them to the workers (planned; docs/weights.md)"
     yield f"  {SENT[update.transfer]} (--weight-transfer {update.transfer})"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
     yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"
@@ -340,22 +339,5 @@ SENT = {
     "nccl": "by NCCL, from GPU to GPU",
     "ipc": "in GPU memory that workers of a host open, between hosts by NCCL from rank to rank",
 }
-#: --weight-transfer -> what it does with rank 0's whole tensors
-CARRIED = {
-    "shm": "copied into memory that the engines of its host map",
-    "gloo": "sent to the hosts of the engines through sockets, which carry less than the link",
-    "disk": "written to files, which every engine reads",
-}
-
-
-def _gathered_lines(update: Gathered) -> Iterator[str]:
-    size = update.bytes / GB
-    seconds = update.seconds
-    yield (
-        "weights of one update, gathered: whole tensors, collected by rank 0 and handed to the engines "
-        "(planned; docs/weights.md)"
-    )
-    yield f"  since {update.why}"
-    yield f"  {size:.1f} GB, {CARRIED[update.transfer]} (--weight-transfer {update.transfer})"
-    if update.transfer == "gloo":
-        yield f"  at least {seconds:.2f} s in and {seconds:.2f} s out through rank 0's link of {update.link:g} Gb/s"
+#: --weight-transfer -> how it carries whole tensors
+WHOLE = {"disk": "written to files, which every engine reads"}

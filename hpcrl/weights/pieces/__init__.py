@@ -1,5 +1,4 @@
-"""Trainer ranks send pieces of tensors straight to the workers that need them: with --weight-update resharded every
-rank, with gathered rank 0 alone.
+"""Every trainer rank sends pieces of tensors straight to the workers that need them.
 
     piece_update.py        the driver's side: start here
     planning.py            the plan, from the trainer's table of tensors and the engines' manifests
@@ -7,7 +6,6 @@ rank, with gathered rank 0 alone.
     wire.py                what ranks and workers are told once, as plain values
     elements.py            the elements of a piece: cast or quantised
     piece_sender.py        a rank's pieces, round by round
-    gathered.py            whole tensors on rank 0, as pieces that it draws from the export
     peer_transport.py      messages over sockets and shared memory; device_transport.py (NCCL) and ipc_transport.py
                            (CUDA IPC, over device_memory.py) keep them on GPUs; choose_transport.py
 

@@ -8,9 +8,8 @@ addition to the weights is two rounds, at most --update-weight-buffer-size.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -18,11 +17,11 @@ import torch
 
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device
+from hpcrl.weights.pieces.elements import PieceValues
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory
 from hpcrl.weights.pieces.messages import NBYTES, PackedShards, packed_shards
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, UpdateGroup
-from hpcrl.weights.redistribution.layouts import Rectangle
 
 MEMORY = "memory of "  #: under which a member shows where its memory is
 
@@ -45,16 +44,6 @@ class JoinCommand(msgspec.Struct, frozen=True):
     dtypes: dict[str, str]
     targets: list[list[SendTarget]]
     limit: int
-
-
-class Values(Protocol):
-    """What a rank can send: of tensors, by name, in the dtypes that are wanted."""
-
-    @property
-    def dtypes(self) -> Mapping[str, str]: ...
-
-    def write(self, name: str, area: Rectangle, out: torch.Tensor) -> None:
-        """The rectangle of a tensor into `out` (of its shape, in the wanted dtype)."""
 
 
 class PieceSender:
@@ -83,19 +72,8 @@ class PieceSender:
         self.half = most if len(self.rounds) > 1 else 0  # where the second half begins
         self.memory = transport.allocate(max(most * min(HALVES, max(1, len(self.rounds))), 1))
         transport.show(f"{MEMORY}{transport.me}", json.dumps(self.memory.to_wire() | {"half": self.half}))
-        self.staged = False
 
-    def stage(self, numbers: Values) -> bool:
-        """Pack all of an update before engines wait for it, if it is one round; whether it was packed."""
-        self.staged = False
-        if len(self.rounds) != 1:
-            return False
-        for packed in self.rounds[0]:
-            self._pack(numbers, packed)
-        self.staged = True
-        return True
-
-    def send(self, numbers: Values) -> int:
+    def send(self, numbers: PieceValues) -> int:
         """One update; how many bytes.
 
         Raises:
@@ -104,7 +82,7 @@ class PieceSender:
         with self.transport.update():
             return self._send(numbers)
 
-    def _send(self, numbers: Values) -> int:
+    def _send(self, numbers: PieceValues) -> int:
         under_way: list[list[Transfer]] = [[] for _ in range(HALVES)]
         sent = 0
         for turn, found in enumerate(self.rounds):
@@ -115,8 +93,7 @@ class PieceSender:
             for packed in found:
                 if packed.source != self.transport.me:
                     continue
-                if not self.staged:
-                    self._pack(numbers, packed)
+                self._pack(numbers, packed)
                 under_way[half] += self._dispatch(packed)
                 sent += int(packed.pieces[:, NBYTES].sum())
             self.transport.flush()
@@ -125,14 +102,13 @@ class PieceSender:
                 under_way[half] += self._announce(packed)
         for transfers in under_way:
             _wait(transfers)
-        self.staged = False
         return sent
 
     def _bytes(self, packed: PackedShards) -> torch.Tensor:
         begin = packed.half * self.half + packed.offset
         return self.memory.buffer[begin : begin + packed.nbytes]
 
-    def _pack(self, numbers: Values, packed: PackedShards) -> None:
+    def _pack(self, numbers: PieceValues, packed: PackedShards) -> None:
         buffer = self._bytes(packed)
         for piece, place in zip(packed.pieces.tolist(), packed.places.tolist(), strict=True):
             tensor, top, bottom, left, right, *_ = piece

@@ -5,9 +5,6 @@ their pieces.
     update.stage(ranks, checked, compare)   # who holds what -> the plan; all members join a group; what can be packed
     update.send()                           # the ranks send, the engines receive and load
 
-With --weight-update resharded every rank sends what it holds; with gathered rank 0 sends what it collects
-(`gathered.py`).
-
 Invariant: while the ranks send, the engines' answers are watched, so an engine that refuses or dies ends the update at
 once.
 """
@@ -17,9 +14,8 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from math import prod
 from typing import Any, TypeGuard
 
 from torch.distributed import TCPStore
@@ -28,19 +24,15 @@ from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.models.files.fp8 import Scheme, Stream, quantized
-from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.run.role import say
 from hpcrl.transport.torch_store import open_store
 from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.pieces.choose_transport import current_device, use_device
 from hpcrl.weights.pieces.device_transport import unique_id
-from hpcrl.weights.pieces.gathered import GatheredSource
 from hpcrl.weights.pieces.messages import receive_plans, to_bytes
 from hpcrl.weights.pieces.piece_sender import SendTarget
 from hpcrl.weights.pieces.planning import (
     Manifests,
-    NeededTensor,
-    Sending,
     Source,
     check_codes,
     coded,
@@ -48,10 +40,9 @@ from hpcrl.weights.pieces.planning import (
     needed_tensors,
     sent_whole,
 )
-from hpcrl.weights.pieces.wire import HALVES, ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
-from hpcrl.weights.redistribution.loads import ALIGN
+from hpcrl.weights.pieces.wire import ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
 from hpcrl.weights.redistribution.plan import Redistribution, carriers
-from hpcrl.weights.update_backend import IPC, NCCL, SHM, TAKES_PIECES, pieces_obstacle
+from hpcrl.weights.update_backend import IPC, NCCL, SHM, TAKES_PIECES
 
 JOIN = "joining the group for weights"
 LOOK = 0.02  #: seconds between two questions whether the workers have joined
@@ -72,14 +63,10 @@ class PieceUpdate:
         self.plan: Redistribution | None = None
         self.store: TCPStore | None = None
         self.bytes = 0
-        self.gathered: GatheredSource | None = None
-        if options.weight_update == "gathered":
-            self.gathered = GatheredSource(host)
-        self.source: Sending | None = None
+        self.source: Source | None = None
 
     def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
-        """What can be done while engines still generate: the plan and the group, the first time; scales of FP8; whole
-        tensors that fit into one round.
+        """What can be done while engines still generate: the plan and the group, the first time; scales of FP8.
 
         Args:
             checked: the same tensors in the engines' dtypes, noted for a comparison.
@@ -88,17 +75,13 @@ class PieceUpdate:
         Raises:
             HpcrlError: for tensors that only one side has.
         """
-        if self.gathered is None:
-            self.source = ranks
-        else:
-            self.source = self.gathered
-            self.gathered.start_update(ranks, checked(quantized(ranks.gathered(), self.scheme)))
-        self._connect(self.source)
-        self.source.prepare()
-        if compare and self.gathered is None:
+        self.source = ranks
+        self._connect(ranks)
+        ranks.prepare()
+        if compare:
             deque(checked(quantized(ranks.gathered(), self.scheme)), maxlen=0)
 
-    def _connect(self, source: Sending) -> None:
+    def _connect(self, source: Source) -> None:
         """Make the plan and join the group, before the first update."""
         if self.plan is not None:
             return
@@ -117,7 +100,7 @@ class PieceUpdate:
             coded(held, self.scheme),
             self.manifests,
             hosts,
-            self._limit(needs, hosts),
+            self.options.update_weight_buffer_size,
             TAKES_PIECES[backend],
             in_place=backend == SHM,
             through_ranks=backend == IPC,
@@ -145,14 +128,6 @@ class PieceUpdate:
         self._watched(source, lambda: source.join(command, to_bytes(plan)), pending)
         pending.results()
         self.plan = plan
-
-    def _limit(self, needs: Mapping[str, NeededTensor], hosts: Sequence[str]) -> int:
-        """Bytes of all rounds that are under way: whole tensors for engines of rank 0's host lie there all at once."""
-        near = all(worker["where"] == hosts[0] for engine in self.manifests for worker in engine)
-        if self.gathered is None or not near or self.manifests[0][0]["backend"] != SHM:
-            return self.options.update_weight_buffer_size
-        sizes = [prod(need.shape) * ITEM_BYTES[need.dtype] + ALIGN for need in needs.values()]
-        return HALVES * sum(sizes)
 
     def _join_commands(self, plan: Redistribution, plans: list[ReceivePlan], update_group: UpdateGroup) -> list[str]:
         """One for each engine, as text, with the receive plans of its workers."""
@@ -191,7 +166,7 @@ class PieceUpdate:
             source.abort()
             raise
 
-    def _watched(self, source: Sending, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:
+    def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:
         """What `work` returns; if the engines fail meanwhile, `work` is aborted before that is raised."""
         device = current_device()
 
@@ -220,8 +195,6 @@ class PieceUpdate:
     def forget(self) -> None:
         """The next update begins with a new plan and group: after a failure the engines have left."""
         self.plan = None
-        if self.gathered is not None:
-            self.gathered.abort()
         self._leave()
 
     def _leave(self) -> None:
@@ -285,18 +258,6 @@ def _check_hosts(manifests: Manifests, hosts: Sequence[str]) -> None:
                     "any trainer rank: it is on another host than all of them, or in a container of its own",
                     "use --weight-transfer gloo",
                 )
-
-
-def obstacle(manifests: Manifests, wish: str) -> str | None:
-    """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
-
-    Args:
-        wish: --weight-update.
-    """
-    first = manifests[0][0]
-    if first["opaque"] and not first["unseen"]:
-        return f"how the engines hold {first['opaque'][0]}* is not known"
-    return pieces_obstacle(first["backend"], wish)
 
 
 def _is_ours(error: BaseException | None) -> TypeGuard[HpcrlError]:

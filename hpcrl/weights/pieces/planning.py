@@ -30,8 +30,8 @@ class HeldTensor:
     parts: Pattern
 
 
-class Sending(Protocol):
-    """Ranks that send pieces, as rank 0 directs them."""
+class Source(Protocol):
+    """All ranks of the trainer, as rank 0 directs them (`hpcrl/trainer/weight_export.py`)."""
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         """Who holds which part of each tensor, and the process identity of each rank."""
@@ -47,10 +47,6 @@ class Sending(Protocol):
 
     def abort(self) -> None:
         """Called from another thread: make the operation that is under way on rank 0 fail."""
-
-
-class Source(Sending, Protocol):
-    """All ranks of the trainer (`hpcrl/trainer/weight_export.py`)."""
 
     def gathered(self) -> Stream:
         """Every whole tensor, valid on rank 0."""

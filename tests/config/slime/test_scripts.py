@@ -52,7 +52,7 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "run-qwen3-4B": ((8, 4, 2), {"colocate": True}),
     "multi_agent/run-qwen3-30B-A3B-multi-agent": ((8, 1, 8), {"rollout_max_context_len": 16384}),
     "retool/retool_qwen3_4b_rl": ((2, 1, 2), {"custom_rm_path": "generate_with_retool.reward_func", "reward_key": "score"}),
-    "delta_weight_sync/run-glm4.7-355B-A32B-delta": ((64, 2, 32), {"weight_update": "auto", "weight_transfer": "auto"}),
+    "delta_weight_sync/run-glm4.7-355B-A32B-delta": ((64, 2, 32), {"weight_transfer": "auto"}),
     "run-llama3.2-3B-Instruct-amd": ((8, 4, 2), {"num_epoch": 1, "num_rollout": None}),
     "run-qwen3-235B-A22B": ((64, 2, 32), {"advantage_estimator": "gspo", "eps_clip": 4e-4, "engine_data_parallel_size": 4, "colocate": False}),
     "run-qwen3-32B": ((8, 1, 8), {"num_rollout": 5, "engine_tensor_parallel_size": 8}),

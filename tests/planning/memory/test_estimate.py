@@ -281,11 +281,11 @@ def test_what_updates_keep_is_there_in_every_phase() -> None:
     """The memory that pieces are sent from, and the communicator that they travel over."""
     family, config = model_of(name := "GLM4-9B, 4 + 4")
     pieces = guide(name)
-    gathered = guide(name, weight_update="gathered")
-    kept, none = fullest_rank(pieces, family, config), fullest_rank(gathered, family, config)
+    whole = guide(name, weight_transfer="disk")
+    kept, none = fullest_rank(pieces, family, config), fullest_rank(whole, family, config)
     bucket = pieces.update_weight_buffer_size
     assert kept.gpu["update buffers"] == bucket and none.gpu["update buffers"] == 0
-    wire = nccl_bytes(pieces) - nccl_bytes(gathered)
+    wire = nccl_bytes(pieces) - nccl_bytes(whole)
     assert wire > 0
     assert kept.phases["save"] == none.phases["save"] + bucket + wire
     assert kept.phases["weight update"] == kept.phases["save"] - kept.gpu["save"], "pieces gather nothing"
@@ -464,14 +464,12 @@ def test_update_needs_room_outside_share() -> None:
     bucket = options.update_weight_buffer_size
     experts = 160 * 3 * 5120 * 1536 * 2
     assert update_bytes(options, family, config) == experts
-    resharded = options.model_copy(update={"weight_transfer": "auto"})
-    for way in ("auto", "resharded", "gathered"):
-        in_pieces = resharded.model_copy(update={"weight_update": way})
-        assert update_bytes(in_pieces, family, config) == bucket + experts / 32
+    in_pieces = options.model_copy(update={"weight_transfer": "auto"})
+    assert update_bytes(in_pieces, family, config) == bucket + experts / 32
     said = "\n".join(memory_lines(options, family, config))
     assert "weight update takes 7.0" in said and "74 of 80; lower" in said
     assert "--vllm-gpu-memory-utilization to 0.91 or less" in said
-    assert "a weight update takes" not in "\n".join(memory_lines(resharded, family, config))
+    assert "a weight update takes" not in "\n".join(memory_lines(in_pieces, family, config))
 
 
 def test_share_leaves_room_for_update() -> None:

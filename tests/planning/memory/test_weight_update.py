@@ -17,9 +17,8 @@ from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
 from hpcrl.planning.formulas.nccl_memory import pieces_from_gpu
 from hpcrl.planning.formulas.parameters import whole_model
-from hpcrl.planning.memory.weight_update import Gathered, Update, in_pieces, predict, update_lines
+from hpcrl.planning.memory.weight_update import Update, WholeUpdate, in_pieces, predict, update_lines
 from hpcrl.weights.pieces.messages import receive_plans
-from hpcrl.weights.pieces.piece_update import obstacle
 from hpcrl.weights.pieces.wire import UpdateGroup, WorkerJoinCommand, read_join_command, write_join_command
 from hpcrl.weights.update_backend import backend
 from tests.support.published_models import MODELS
@@ -91,7 +90,7 @@ def test_fp8_is_half() -> None:
 
 @pytest.mark.parametrize("name", ["MiMo-7B-RL", "GLM-4.5-Air", "GLM-4.7-Flash"])
 def test_layers_that_draft_are_of_the_update(name: str) -> None:
-    """In pieces and gathered, from the last stage: a layer as the model's, three norms and the matrix that joins,
+    """In pieces and whole, from the last stage: a layer as the model's, three norms and the matrix that joins,
     which every worker needs whole; nothing where engines draft with something else."""
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 4}
     layout |= {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4, "mtp_num_layers": 1}
@@ -99,9 +98,9 @@ def test_layers_that_draft_are_of_the_update(name: str) -> None:
     for method in ("ngram", "mtp"):
         drafts = {"speculative_config": {"method": method, "num_speculative_tokens": 1}}
         plans.append(update(name, 1, vllm=drafts, **layout).plan)
-        gathered = predict(*made(name, 1, vllm=drafts, weight_update="gathered", **layout))
-        assert isinstance(gathered, Gathered)
-        sizes.append(gathered.bytes)
+        whole = predict(*made(name, 1, vllm=drafts, weight_transfer="disk", **layout))
+        assert isinstance(whole, WholeUpdate)
+        sizes.append(whole.bytes)
     config = MODELS[name][1]
     family, hidden = find_family(config, name), config["hidden_size"]
     more = dict.fromkeys(plans[1].layouts.names[len(plans[0].layouts.names) :])
@@ -155,7 +154,6 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = ["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--link-rate"]
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 0
     assert "(--weight-transfer nccl)" in capsys.readouterr().out
-    words[-1:-1] = ["--weight-update", "resharded"]
     assert main([*words, "100"]) == 0
     slow = capsys.readouterr().out
     assert "weights of one update" in slow
@@ -167,18 +165,16 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("options", "transfer", "why"),
+    ("options", "transfer"),
     [
-        ({"weight_update": "resharded"}, "nccl", None),
-        ({}, "nccl", None),
-        ({"weight_update": "gathered"}, "gloo", "--weight-update is gathered"),
-        ({"weight_transfer": "gloo"}, "gloo", None),
-        ({"weight_transfer": "disk"}, "disk", "the engines receive with hpcrl_disk"),
-        ({"bf16": False}, "gloo", None),
-        ({"vllm": {"data_parallel_size": 4}, "weight_transfer": "gloo"}, "gloo", None),
+        ({}, "nccl"),
+        ({"weight_transfer": "gloo"}, "gloo"),
+        ({"weight_transfer": "disk"}, "disk"),
+        ({"bf16": False}, "gloo"),
+        ({"vllm": {"data_parallel_size": 4}, "weight_transfer": "gloo"}, "gloo"),
     ],
 )
-def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], transfer: str, why: str | None) -> None:
+def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], transfer: str) -> None:
     case = made("Qwen3-30B-A3B", 2, **SMALL, **options)
     resolved = case[0]
     plan = case[-1]
@@ -186,14 +182,12 @@ def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], 
     found = predict(*case)
     text = "\n".join(update_lines(found))
     assert f"(--weight-transfer {transfer})" in text
-    first = {"backend": backend(resolved, plan, cpu), "opaque": [], "unseen": {}}
-    said = obstacle([[first]], resolved.weight_update)  # what the sender of a run says
-    if why is None:
-        assert isinstance(found, Update) and said is None and "resharded" in text
+    assert backend(resolved, plan, cpu) == f"hpcrl_{transfer}"
+    if transfer != "disk":
+        assert isinstance(found, Update) and "in pieces" in text
         return
-    assert isinstance(found, Gathered) and why in text
+    assert isinstance(found, WholeUpdate)
     assert found.bytes == pytest.approx(bytes_of("Qwen3-30B-A3B"), rel=1e-3)
-    assert said == found.why or resolved.weight_update == "gathered"
 
 
 #: recipe -> (model, hosts, way)
@@ -215,7 +209,7 @@ def test_every_gpu_recipe_is_in_the_table() -> None:
 
 
 @cache
-def of_recipe(name: str) -> tuple[Options, Update | Gathered]:
+def of_recipe(name: str) -> tuple[Options, Update | WholeUpdate]:
     """Options of a shipped recipe, and the weight update of its run."""
     model, hosts, _ = RECIPES[name]
     config = MODELS[model][1]

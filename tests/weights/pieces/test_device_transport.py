@@ -143,17 +143,14 @@ def test_waiting_peers_and_leaving_peers() -> None:
     ("options", "cpu", "way"),
     [
         ({}, False, "hpcrl_nccl"),
-        ({"weight_update": "resharded"}, False, "hpcrl_nccl"),
         ({"colocate": True}, False, "hpcrl_ipc"),
-        ({"weight_update": "gathered"}, False, "hpcrl_shm"),
-        ({"weight_update": "gathered", "colocate": True}, False, "hpcrl_shm"),
         ({}, True, "hpcrl_shm"),
         ({"weight_transfer": "nccl"}, True, "--weight-transfer nccl needs CUDA"),
         ({"weight_transfer": "nccl", "colocate": True}, False, "--weight-transfer nccl takes.*once"),
     ],
 )
 def test_the_way_of_pieces(options: dict[str, Any], cpu: bool, way: str) -> None:
-    """Pieces from GPU to GPU are the default; what is sent out of host memory goes another way."""
+    """Pieces from GPU to GPU are the default."""
     both = options.get("colocate", False)
     resolved = Options(hf_checkpoint="x", actor_num_gpus_per_node=1, rollout_num_gpus=1, **options)
     plan = make_plan(resolved, [Host("n0", 1 if both else 2)], "run")

@@ -252,7 +252,6 @@ def test_waits_end_and_stay_on_the_host() -> None:
     ("change", "hosts", "cpu", "found"),
     [
         ({}, [Host("a", 2)], False, "hpcrl_ipc"),
-        ({"weight_update": "resharded"}, [Host("a", 2)], False, "hpcrl_ipc"),
         ({}, [Host("a", 2)], True, "--weight-transfer ipc needs CUDA.*use auto or disk"),
         (
             {"colocate": False},

@@ -1,5 +1,4 @@
-"""Resharded updates between real trainer ranks and real engines: bit for bit what gathered ones bring, over the
-layouts."""
+"""Updates in pieces between real trainer ranks and real engines: bit for bit what rank 0 gathers, over the layouts."""
 
 from __future__ import annotations
 
@@ -46,10 +45,9 @@ def change(policy: Any, seed: int, every: int) -> None:
 
 
 def rank_side(
-    root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path, updates: list[str], every: int
+    root: Path, plan: Plan, addresses: list[Address], options: Any, wide: Path, updates: int, every: int
 ) -> list[dict[str, Any]]:
-    """One trainer rank: an update for each word of `updates`, of weights that differ each time; metrics and digests of
-    each."""
+    """One trainer rank: so many updates, of weights that differ each time; metrics and digests of each."""
     ranks = initialize(options)
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
     load_hf(policy, wide)
@@ -57,13 +55,10 @@ def rank_side(
     way_out = WeightExporter(policy, patient, "127.0.0.1", options.hf_checkpoint)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     found = []
-    for version, update in enumerate(updates, 1):
+    if ranks.rank == 0:
+        sender.connect([Engine.at(address, index) for index, address in enumerate(addresses)])
+    for version in range(1, 1 + updates):
         change(policy, version, every)
-        if version == 1 or update != updates[version - 2]:
-            sender.close()
-            sender.options = options.model_copy(update={"weight_update": update})
-            if ranks.rank == 0:
-                sender.connect([Engine.at(address, index) for index, address in enumerate(addresses)])
         metrics = sender.publish(way_out.stream(), version)
         tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
         largest = way_out.piece_sender.memory.size if way_out.piece_sender else 0
@@ -76,7 +71,7 @@ def rank_side(
 
 
 def update(
-    engines: Engines, wide: Path, world: int, updates: list[str], every: int = 1, **layout: Any
+    engines: Engines, wide: Path, world: int, updates: int, every: int = 1, **layout: Any
 ) -> list[list[dict[str, Any]]]:
     values = {"actor_num_gpus_per_node": world, **layout}
     options = engines.options.model_copy(update=values)
@@ -113,7 +108,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "tied", "layouts"), CASES)
-def test_one_engine_equals_gathered(
+def test_one_engine_of_a_layout(
     name: str, tied: bool, layouts: list[tuple[int, dict[str, Any]]], nursery: Nursery, tmp_path: Path
 ) -> None:
     """--check-weight-update-equal compares what the model multiplies with to the tensors that rank 0 gathers."""
@@ -121,7 +116,7 @@ def test_one_engine_equals_gathered(
     values = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL, **NEEDED.get(name, {})}
     engines = nursery.engines(tmp_path / "run", model, **values)
     for world, layout in layouts:
-        found = update(engines, model, world, ["resharded", "gathered", "auto"], **layout)
+        found = update(engines, model, world, 3, **layout)
         driver = found[0]
         assert driver[0]["tensors"] != driver[1]["tensors"] != driver[2]["tensors"]
         assert driver[2]["metrics"]["perf/update_weights_bytes"] == sum(driver[2]["sent"])
@@ -164,14 +159,13 @@ def test_an_engine_opens_the_ranks_memory_by_its_name(nursery: Nursery, tmp_path
 
 @pytest.mark.soak
 def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """Blocks that lie on two ranks; the engine then computes what it computes with whole tensors quantised on rank
-    0."""
+    """Blocks that lie on two ranks; the engine then computes what it computes with those of one rank."""
     wide = make_family(tmp_path / "wide", "qwen3")
     convert(wide, tmp_path / "fp8", Scheme("block", (32, 32)))
     engines = nursery.engines(tmp_path / "run", tmp_path / "fp8", update_weight_buffer_size=SMALL)
     answers = []
-    for way in ("resharded", "gathered"):
-        found = update(engines, wide, 4, [way], **TP2 | PP2)
+    for world, layout in ((4, TP2 | PP2), (1, {})):
+        found = update(engines, wide, world, 1, **layout)
         answers.append(generate(engines.address(), PROMPT, 24, seed=7))
         total = sum(tensor.nbytes for _, tensor in Reference(wide).pairs())
         assert found[0][0]["metrics"]["perf/update_weights_bytes"] < 0.5 * total
@@ -193,7 +187,7 @@ def test_two_worker_engines_share_a_host(transfer: str, tmp_path: Path) -> None:
     try:
         for index in range(2):
             engines.wait(index)
-        found = update(engines, model, 4, ["resharded", "resharded"], **TP2 | PP2 | {"sequence_parallel": True})
+        found = update(engines, model, 4, 2, **TP2 | PP2 | {"sequence_parallel": True})
         reference = Reference(model)
         sent = found[0][1]["metrics"]["perf/update_weights_bytes"]
         once = sum(t.nbytes for _, t in reference.pairs())
@@ -241,7 +235,7 @@ def test_data_parallel_parts(name: str, layout: dict[str, Any], tmp_path: Path) 
         assert [worker["worker"] for worker in workers] == ["0.0", "1.0"]
         held = [sum(length for _, length in worker["tensors"][DOWN]["rows"]) for worker in workers if spread]
         assert sorted(held) == ([0, 64] if spread else []), "an expert is in one part"
-        found = update(engines, model, 2, ["resharded", "auto"], **layout, colocate=bool(spread))
+        found = update(engines, model, 2, 2, **layout, colocate=bool(spread))
         once = sum(tensor.nbytes for _, tensor in Reference(model).pairs())
         assert [entry["metrics"]["perf/update_weights_bytes"] for entry in found[0]] == [once, once]
         with pytest.raises(HpcrlError, match="__class__ is not"):
@@ -286,8 +280,8 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("way", "transfer"), [("resharded", "auto"), ("gathered", "gloo")])
-def test_engine_dies_and_another_joins(way: str, transfer: str, nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transfer", ["auto", "gloo"])
+def test_engine_dies_and_another_joins(transfer: str, nursery: Nursery, tmp_path: Path) -> None:
     """It ends the attempt; then the one that is left gets a whole update, one that joins another alone, then all theirs.
 
     Every update is compared, bit for bit, with what rank 0 gathers.
@@ -296,7 +290,6 @@ def test_engine_dies_and_another_joins(way: str, transfer: str, nursery: Nursery
     values = {
         "check_weight_update_equal": True,
         "update_weight_buffer_size": SMALL,
-        "weight_update": way,
         "weight_transfer": transfer,
         "attempts": 2,
     }

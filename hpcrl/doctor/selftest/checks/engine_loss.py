@@ -71,7 +71,6 @@ def work(directory: Path) -> Outcome:
         hf_checkpoint=str(model),
         rollout_num_gpus=2,
         weight_transfer="nccl" if gpus else "gloo",
-        weight_update="resharded",
         num_rollout=STEPS,
         check_weight_update_equal=False,
     )

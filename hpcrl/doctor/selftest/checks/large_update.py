@@ -41,7 +41,7 @@ def work(directory: Path) -> Outcome:
     said = []
     for name, options in transports(gpus).items():
         root = directory / f"large-{name}"
-        values = {"weight_transfer": name, "weight_update": "resharded", "hf_checkpoint": str(model), **options}
+        values = {"weight_transfer": name, "hf_checkpoint": str(model), **options}
         recipe = recipe_with_engines(directory, f"large-{name}", gpus, **values)
         run([str(recipe), "--run-dir", str(root)], directory / f"large-{name}.log")
         if not (rows := steps(root)):
@@ -54,7 +54,7 @@ def work(directory: Path) -> Outcome:
 
 
 CHECK = Check(
-    "resharded updates of a large model arrive bit for bit",
+    "weight updates of a large model arrive bit for bit",
     85,
     "launcher",
     work,
