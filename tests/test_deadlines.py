@@ -30,6 +30,7 @@ SCRIPT = "hpcrl import ends the script, with all that it has started, when its t
 ENDED = {
     ("models/convert/to_fp8.py", "job.result()"): HERE,
     ("models/convert/to_hf.py", "done.result()"): HERE,
+    ("weights/vllm_transfer.py", "joined.result()"): "a callback of what is done",
     (
         "config/slime/launcher.py",
         "subprocess.run(command, stdout=subprocess.PIPE if capture_output else None, text=True, check=False)",

@@ -193,6 +193,14 @@ class Options(
         return self.colocate and self.num_engines > 0 and not self.debug_rollout_only
 
     @property
+    def gpu_transfer(self) -> str:
+        """What carries weights where the engines have GPUs, a value of --weight-transfer: stock vLLM's way where rank 0
+        gathers within a node."""
+        if self.weight_transfer != "auto":
+            return self.weight_transfer
+        return "ipc" if self.colocate else "vllm" if self.actor_num_nodes == 1 else "nccl"
+
+    @property
     def offloads_train(self) -> bool:
         """Whether the trainer's state leaves the GPUs while the engines sample."""
         return self.takes_turns and self.offload_train is not False

@@ -1,7 +1,7 @@
 """Loading an update into a running vLLM model, strictly: pieces as they come, or the files of a directory.
 
 vLLM keeps a table of weight-transfer backends; `register_receiver` adds ours to it, under the names that the trainer's
-side goes by (`hpcrl.weights.update_backend.BACKENDS`).
+side goes by (`hpcrl.weights.update_backend`).
 
 Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; any error
 is raised by `update`, never by `finish` (after which vLLM would believe for ever that an update is going on); an update
@@ -17,11 +17,16 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
@@ -33,7 +38,7 @@ from hpcrl.engine.params.layers import Holdings
 from hpcrl.errors import DataError
 from hpcrl.models.files.safetensors_files import listing, read_header
 from hpcrl.weights.comparison import dtype_name
-from hpcrl.weights.update_backend import BACKENDS
+from hpcrl.weights.update_backend import BACKENDS, VLLM
 
 if TYPE_CHECKING:
     from hpcrl.engine.pieces.piece_receiver import PieceReceiver
@@ -68,6 +73,11 @@ class UpdateChecklist:
         if (wanted := self.held.wants(name)) is not None and (shape, dtype) != wanted:
             raise UpdateRejected(f"{name} is {dtype}{list(shape)}, the model needs {wanted[1]}{list(wanted[0])}")
         self.seen.add(name)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return self.held.wanted <= self.seen
 
     def close(self) -> None:
         """UpdateRejected if something is missing."""
@@ -169,6 +179,13 @@ class Receiver(WeightTransferEngine):
         with self._put_back_unless_loaded():
             reader.receive(lambda tensors, last: self._load_complete(account, tensors, last))
 
+    def load_whole(self, tensors: list[Pair]) -> None:
+        """Check and load whole tensors; the last ones are those after which nothing is missing."""
+        account = self._open_account()
+        for name, tensor in tensors:
+            account.admit(name, tuple(tensor.shape), dtype_name(tensor))
+        self.load(tensors, last=account.complete)
+
     @contextlib.contextmanager
     def _put_back_unless_loaded(self) -> Iterator[None]:
         try:
@@ -262,8 +279,42 @@ class Receiver(WeightTransferEngine):
         return self.account
 
 
+class _Loader:
+    """What vLLM's engine takes for the model: it calls `load_weights` alone."""
+
+    def __init__(self, receiver: VllmReceiver) -> None:
+        self.receiver = receiver
+
+    def load_weights(self, weights: Pairs) -> None:
+        self.receiver.load_whole(list(weights))
+
+
+class VllmReceiver(Receiver):
+    """`Receiver` with vLLM's engine in it."""
+
+    init_info_cls: Any = NCCLWeightTransferInitInfo
+    update_info_cls: Any = NCCLWeightTransferUpdateInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        loader = cast("torch.nn.Module", _Loader(self))
+        self.wire = NCCLWeightTransferEngine(config, vllm_config, device, loader)
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.wire.shutdown()  # of an update that failed
+        self.wire.init_transfer_engine(init_info)
+
+    def receive_weights(self, update_info: Any) -> None:
+        self._open_account()
+        self.wire.receive_weights(update_info)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.wire.shutdown()
+
+
 def register_receiver() -> None:
     """Make it known to vLLM in this process, under each of our names; a name that is known already is left as it is."""
     for backend in BACKENDS:
         if backend not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(backend, Receiver)
+            WeightTransferEngineFactory.register_engine(backend, VllmReceiver if backend == VLLM else Receiver)

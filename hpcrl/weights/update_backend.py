@@ -5,6 +5,7 @@
     nccl    NCCL between GPUs
     ipc     memory of the GPUs that trainer and engines share, between hosts NCCL
     disk    a directory of safetensors, which every engine reads
+    vllm    whole tensors from rank 0, by vLLM's own NCCL weight transfer
 
 Invariant: a run sends its updates in the way that `route` predicts.
 """
@@ -24,10 +25,11 @@ SHM = "hpcrl_shm"
 NCCL = "hpcrl_nccl"
 IPC = "hpcrl_ipc"
 DISK = "hpcrl_disk"
+VLLM = "hpcrl_vllm"
 #: the engines' ends that take pieces, and who gets bytes once together
 TAKES_PIECES: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
 #: vLLM's names of all of them: "hpcrl_" and the value of --weight-transfer
-BACKENDS = (*TAKES_PIECES, DISK)
+BACKENDS = (*TAKES_PIECES, DISK, VLLM)
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,21 @@ class TransportConditions:
     Attributes:
         cpu: the engines run vLLM's CPU build.
         one_host: all of the run is on one.
+        on_gpus: what auto is on GPUs.
         colocate: trainer and engines share GPUs.
     """
 
     cpu: bool
     one_host: bool
     colocate: bool
+    on_gpus: str = "nccl"
 
 
 def transfer_obstacle(transfer: str, site: TransportConditions) -> str | None:
     """Why a way cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
-    if transfer in ("nccl", "ipc") and site.cpu:
+    if transfer in ("nccl", "ipc", "vllm") and site.cpu:
         return "needs CUDA, but vLLM's CPU build is installed"
-    if transfer == "nccl" and site.colocate:
+    if transfer in ("nccl", "vllm") and site.colocate:
         return "takes a GPU once, and with --colocate trainer and engines share theirs"
     if transfer == "ipc" and not site.colocate:
         return "is for engines on the trainer's GPUs: it needs --colocate"
@@ -68,7 +72,7 @@ def choose(wish: str, site: TransportConditions) -> str:
         if site.cpu:
             wish = "shm" if site.one_host else "gloo"
         else:
-            wish = "ipc" if site.colocate else "nccl"
+            wish = site.on_gpus
     if why := transfer_obstacle(wish, site):
         others = [name for name in sorted(_names()) if not transfer_obstacle(name, site)]
         raise UsageError(f"--weight-transfer {wish} {why}", f"use auto or {' or '.join(others)}")
@@ -128,7 +132,8 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
 
 
 def _way(options: Options, plan: Plan, cpu: bool) -> str:
-    one_host = (
-        len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
-    )
-    return choose(options.weight_transfer, TransportConditions(cpu, one_host, options.colocate and not plan.external))
+    hosts = {host for place in (*plan.trainers, *plan.engines) for host in place.hosts}
+    if plan.external:
+        return choose(options.weight_transfer, TransportConditions(cpu, one_host=False, colocate=False))
+    site = TransportConditions(cpu, len(hosts) == 1, options.colocate, options.gpu_transfer)
+    return choose(options.weight_transfer, site)

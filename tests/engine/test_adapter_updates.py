@@ -39,6 +39,10 @@ def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any) ->
     """One rank: two updates, each of another adapter; what each sent, and the merged weights."""
     from hpcrl.trainer.lora.values import init_adapter
 
+    if options.weight_transfer == "vllm":
+        from tests.support import vllm_on_cpu
+
+        vllm_on_cpu.install()
     ranks = initialize(options)
     policy = build(options, ranks)
     load_hf(policy, options.hf_checkpoint)
@@ -98,15 +102,24 @@ def check_answers(engines: Engines, model: Path, merged: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "layout", "alone"),
-    [("qwen3", 4, TP2 | PP2, True), ("qwen3_moe", 2, TP2 | EP2, False)],
-    ids=["alone", "merged"],
+    ("name", "world", "layout", "alone", "transfer"),
+    [
+        ("qwen3", 4, TP2 | PP2, True, "auto"),
+        ("qwen3_moe", 2, TP2 | EP2, False, "auto"),
+        ("qwen3", 2, TP2, True, "vllm"),
+    ],
+    ids=["alone", "merged", "vllm"],
 )
 def test_adapters_of_ranks_in_an_engine(
-    name: str, world: int, layout: dict[str, Any], alone: bool, nursery: Nursery, tmp_path: Path
+    name: str, world: int, layout: dict[str, Any], alone: bool, transfer: str, nursery: Nursery, tmp_path: Path
 ) -> None:
     model = make_family(tmp_path / "model", name, False)
-    values = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL, **LORA}
+    values = {
+        "check_weight_update_equal": True,
+        "update_weight_buffer_size": SMALL,
+        "weight_transfer": transfer,
+        **LORA,
+    }
     engines = nursery.engines(tmp_path / "run", model, without_weights=True, **values)
     found = updates_of(engines, world, **layout)
     for metrics, _, elements in found:

@@ -2,7 +2,8 @@
 
 Real parts, started once and forked or shared
     ranks              trainer ranks of Megatron-core, forked from a process that has imported it
-    forked_engines     vLLM servers, forked likewise; `engines` drives them, `breakable` can spoil them
+    forked_engines     vLLM servers, forked likewise; `engines` drives them, `breakable` can spoil them; `vllm_on_cpu`
+                       carries vLLM's own weight transfer
     cluster            a Slurm and MPI cluster in namespaces; `unkind` is one with the habits of real sites, `torn_srun`
                        tears the lines of its output
     quick_start        the README's quick start, run once for all tests that look at a finished run

@@ -175,6 +175,10 @@ def _serve(rundir: RunDir, index: int, sock: socket.socket) -> None:
             from tests.support.breakable.fp8_on_cpu import install
 
             install()
+        if options.weight_transfer == "vllm":
+            from tests.support import vllm_on_cpu
+
+            vllm_on_cpu.install()
         with tempfile.TemporaryDirectory(prefix="hpcrl-nursed-", dir="/tmp") as scratch:
             base = dict(os.environ) | {
                 KEY_FILE: str(rundir.keys / "http.key"),

@@ -112,10 +112,11 @@ class WeightOptions(Base):
     update_weights_interval: int = opt(
         1, "async and fully-async: the engines get the weights after every so many rollouts", "slime", ge=1
     )
-    weight_transfer: Literal["auto", "shm", "gloo", "nccl", "ipc", "disk"] = opt(
+    weight_transfer: Literal["auto", "shm", "gloo", "nccl", "ipc", "vllm", "disk"] = opt(
         "auto",
-        "what carries the weights (ipc: with --colocate); auto: nccl with CUDA, with --colocate ipc; without CUDA "
-        "shm on one host, gloo over several",
+        "what carries the weights; vllm: vLLM's own NCCL transfer of whole tensors, disk: files, the others: pieces; "
+        "auto with CUDA: ipc with --colocate, else vllm for a trainer on one node, nccl on several; without CUDA: shm "
+        "on one host, gloo on several",
     )
     update_weight_disk_dir: str | None = opt(
         None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"

@@ -12,6 +12,7 @@ from hpcrl.config.passthrough import settings
 from hpcrl.config.rules.sampling import OWN_LAYERS, layers_behind
 from hpcrl.models.family import Config, Family, layer_kinds
 from hpcrl.planning.formulas.activations import longest_sample
+from hpcrl.planning.formulas.nccl_memory import gpu_transfer
 from hpcrl.planning.formulas.parameters import largest_module, whole_model
 from hpcrl.planning.formulas.training_memory import GIB
 
@@ -59,14 +60,17 @@ def update_bytes(options: Options, family: Family, config: Config) -> float:
     """What a weight update takes of an engine's GPU outside its share: rounds, and what vLLM keeps of a layer until it
     is complete.
 
-    In pieces one bucket (two rounds of half of it) and this GPU's part of the largest layer; out of files all of that
-    layer, be the engine as large as it may. Over CUDA IPC the bucket is the trainer rank's, which keeps it.
+    In pieces one bucket (two rounds of half of it) and this GPU's part of the largest layer; of whole tensors all of
+    that layer, be the engine as large as it may, and two messages of vllm's. Over CUDA IPC the bucket is the trainer
+    rank's, which keeps it.
     """
     layer = largest_module(family, config) * (
         1.0 if config.get("quantization_config") else 2.0 if options.bf16 else 4.0
     )
     if options.weight_transfer == "disk":
         return layer
+    if gpu_transfer(options) == "vllm":
+        return 2 * options.update_weight_buffer_size + layer
     return options.update_weight_buffer_size + layer / options.rollout_num_gpus_per_engine
 
 

@@ -37,20 +37,23 @@ def communicators(options: Options) -> dict[str, tuple[int, bool]]:
     }
 
 
-def pieces_from_gpu(options: Options) -> bool:
-    """Whether weight updates go in pieces out of GPU memory: over NCCL, or over CUDA IPC where GPUs are shared."""
-    return options.weight_transfer in ("auto", "nccl", "ipc") and options.bf16 and options.num_engines > 0
+def gpu_transfer(options: Options) -> str | None:
+    """How weight updates go out of GPU memory: in pieces by nccl or ipc, or whole by vllm; None: not at all."""
+    on_gpus = options.bf16 and options.num_engines > 0 and options.gpu_transfer in ("nccl", "ipc", "vllm")
+    return options.gpu_transfer if on_gpus else None
 
 
 def update_members(options: Options) -> tuple[int, bool] | None:
-    """(members, whether they are on several hosts) of the communicator that pieces travel over, None for none: of all
-    ranks and workers, or with shared GPUs of the ranks, where these are on several hosts."""
-    if not pieces_from_gpu(options):
+    """(members, whether they are on several hosts) of the communicator that updates travel over, None for none: of all
+    ranks and workers, with vllm of rank 0 and all workers, or with shared GPUs of the ranks, where these are on several
+    hosts."""
+    transfer = gpu_transfer(options)
+    if transfer is None:
         return None
     ranks, a_host = options.world_size, options.actor_num_gpus_per_node
     if options.colocate:
         return (ranks, True) if ranks > a_host else None
-    return ranks + options.engine_gpus, True  # or on one, which takes less
+    return (1 if transfer == "vllm" else ranks) + options.engine_gpus, True  # or on one, which takes less
 
 
 def nccl_bytes(options: Options) -> float:

@@ -19,7 +19,7 @@ from hpcrl.models.lora import base_digest
 from hpcrl.models.lora.serving import served_as
 from hpcrl.planning.formulas.activations import activation_bytes, logits_bytes, weight_bytes
 from hpcrl.planning.formulas.host_memory import FP32, STATES, converted, host_bytes, offloaded, own, pinned
-from hpcrl.planning.formulas.nccl_memory import nccl_bytes, pieces_from_gpu
+from hpcrl.planning.formulas.nccl_memory import gpu_transfer, nccl_bytes
 from hpcrl.planning.formulas.parameters import Count, Layout, halved_on_stage, largest_adapted, on_stage, sizes_on_stage
 
 GIB = 1024**3
@@ -228,12 +228,14 @@ def update_bytes(options: Options, config: Config, fields: Mapping[str, Any]) ->
     """In addition to the buffers that are there all the time.
 
     In pieces, what a band of a tensor is coded in where engines serve FP8. Any other update has the largest tensor
-    whole in addition to its parts, and sends out of host memory.
+    whole in addition to its parts; vllm's also two messages under way, and what the next is made of.
     """
-    if pieces_from_gpu(options):
+    transfer = gpu_transfer(options)
+    if transfer in ("nccl", "ipc"):
         return 16.0 * BAND if config.get("quantization_config") else 0.0
     largest = fields["hidden_size"] * max(config["vocab_size"], 2 * fields["ffn_hidden_size"])
-    return 2.0 * largest * weight_bytes(options)
+    messages = 3.0 * options.update_weight_buffer_size if transfer == "vllm" else 0.0
+    return 2.0 * largest * weight_bytes(options) + messages
 
 
 def merging_bytes(options: Options, largest: int, sent: float) -> float:
@@ -251,4 +253,4 @@ def merging_bytes(options: Options, largest: int, sent: float) -> float:
 
 def kept_buffers(options: Options) -> float:
     """What a rank sends pieces from, which it keeps from one update to the next (`weights/pieces/piece_sender.py`)."""
-    return float(options.update_weight_buffer_size) if pieces_from_gpu(options) else 0.0
+    return float(options.update_weight_buffer_size) if gpu_transfer(options) in ("nccl", "ipc") else 0.0

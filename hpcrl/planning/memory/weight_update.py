@@ -59,16 +59,18 @@ class WholeUpdate:
     Attributes:
         transfer: the value of --weight-transfer.
         bytes: of all tensors.
+        messages: files, or broadcasts.
         link: the rate of a card's link in Gb/s.
     """
 
     transfer: str
     bytes: int
+    messages: int
     link: float
 
     @property
     def seconds(self) -> float:
-        """What rank 0's link needs to take all bytes in, or to give them out once."""
+        """What a link needs for all bytes once."""
         return self.bytes * 8 / (self.link * GB)
 
 
@@ -96,7 +98,8 @@ def predict(
         return AdapterUpdate(adapter_parameters(options, family, config) * (2 if options.bf16 else 4))
     found = route(options, plan, cpu=not options.bf16)
     if found.whole:
-        return WholeUpdate(found.transfer, _bytes(options, family, config), link)
+        size = _bytes(options, family, config)
+        return WholeUpdate(found.transfer, size, -(-size // options.update_weight_buffer_size), link)
     return in_pieces(options, family, config, plan, found.backend, link)
 
 
@@ -311,7 +314,9 @@ def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
         return
     if isinstance(update, WholeUpdate):
         yield "weights of one update: whole tensors, gathered by rank 0 (planned; docs/weights.md)"
-        yield f"  {update.bytes / GB:.1f} GB, {WHOLE[update.transfer]} (--weight-transfer {update.transfer})"
+        yield f"  {update.bytes / GB:.1f} GB {WHOLE[update.transfer]} (--weight-transfer {update.transfer})"
+        if update.transfer == "vllm":
+            yield f"  {update.seconds:.2f} s through a link of {update.link:g} Gb/s, in {update.messages} broadcasts"
         return
     plan = update.plan
     sent = plan.sent()
@@ -340,4 +345,7 @@ SENT = {
     "ipc": "in GPU memory that workers of a host open, between hosts by NCCL from rank to rank",
 }
 #: --weight-transfer -> how it carries whole tensors
-WHOLE = {"disk": "written to files, which every engine reads"}
+WHOLE = {
+    "disk": "are written to files, which every engine reads",
+    "vllm": "go by NCCL from trainer rank 0 to every worker",
+}

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from torch.distributed import TCPStore
 
@@ -167,30 +167,12 @@ class PieceUpdate:
             raise
 
     def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:
-        """What `work` returns; if the engines fail meanwhile, `work` is aborted before that is raised."""
-        device = current_device()
-
-        def on_device() -> Any:
-            with use_device(device):
-                return work()
-
-        future = in_thread(on_device)
-        try:
-            while wait([future], timeout=GLANCE / 2).not_done:
-                pending.check()
-            return future.result()
-        except BaseException as error:
+        def give_up() -> None:
             self.plan = None  # a group in which something failed is not used again
             source.abort()
             self._leave()  # members that meet in the store, or look at it, learn that nothing will come
-            wait([future, *pending.futures], timeout=ENDING)
-            if not future.done():  # it may still be in a collective of the ranks, where nothing else can begin
-                raise HpcrlError(f"the ranks did not give up an update within {ENDING:.0f} s: {error}") from error
-            if (own := future.exception()) is not error and not isinstance(error, EngineLost) and _is_ours(own):
-                raise own from error
-            if isinstance(error, PeerError) and not isinstance(error, EngineLost):
-                raise PeerError(_causes(error, pending)) from error
-            raise
+
+        return watched(work, pending, give_up)
 
     def forget(self) -> None:
         """The next update begins with a new plan and group: after a failure the engines have left."""
@@ -199,6 +181,46 @@ class PieceUpdate:
 
     def _leave(self) -> None:
         self.store = None
+
+
+class Watched(Protocol):
+    """Calls to engines that are under way."""
+
+    @property
+    def futures(self) -> list[Future[Any]]: ...
+
+    def check(self) -> None:
+        """Raise if one has failed, or is late."""
+
+
+def watched(work: Callable[[], Any], pending: Watched, give_up: Callable[[], None]) -> Any:
+    """What `work` returns; if it or the engines fail, `give_up` is called before that is raised.
+
+    Args:
+        work: of rank 0, done in a thread.
+        give_up: makes `work` fail if it is still under way.
+    """
+    device = current_device()
+
+    def on_device() -> Any:
+        with use_device(device):
+            return work()
+
+    future = in_thread(on_device)
+    try:
+        while wait([future], timeout=GLANCE / 2).not_done:
+            pending.check()
+        return future.result()
+    except BaseException as error:
+        give_up()
+        wait([future, *pending.futures], timeout=ENDING)
+        if not future.done():  # it may still be in a collective of the ranks, where nothing else can begin
+            raise HpcrlError(f"the ranks did not give up an update within {ENDING:.0f} s: {error}") from error
+        if (own := future.exception()) is not error and not isinstance(error, EngineLost) and _is_ours(own):
+            raise own from error
+        if isinstance(error, PeerError) and not isinstance(error, EngineLost):
+            raise PeerError(_causes(error, pending)) from error
+        raise
 
 
 class _Joining:
@@ -265,7 +287,7 @@ def _is_ours(error: BaseException | None) -> TypeGuard[HpcrlError]:
     return isinstance(error, HpcrlError) and not isinstance(error, PeerError | DeadlineError)
 
 
-def _causes(error: PeerError, pending: PendingCalls | _Joining) -> str:
+def _causes(error: PeerError, pending: Watched) -> str:
     """What failed, and what the engines that have answered say of it."""
     said = [str(e) for future in pending.futures if future.done() and (e := future.exception()) is not None]
     return "; ".join(dict.fromkeys([str(error), *said]))

@@ -280,7 +280,7 @@ def test_communicators_of_a_layout() -> None:
 def test_what_updates_keep_is_there_in_every_phase() -> None:
     """The memory that pieces are sent from, and the communicator that they travel over."""
     family, config = model_of(name := "GLM4-9B, 4 + 4")
-    pieces = guide(name)
+    pieces = guide(name, weight_transfer="nccl")
     whole = guide(name, weight_transfer="disk")
     kept, none = fullest_rank(pieces, family, config), fullest_rank(whole, family, config)
     bucket = pieces.update_weight_buffer_size
@@ -294,7 +294,8 @@ def test_what_updates_keep_is_there_in_every_phase() -> None:
 
 
 def test_the_updates_communicator() -> None:
-    assert update_members(guide("GLM4-9B, 4 + 4")) == (8, True)
+    assert update_members(guide("GLM4-9B, 4 + 4", weight_transfer="nccl")) == (8, True)
+    assert update_members(guide("GLM4-9B, 4 + 4")) == (5, True), "rank 0 and the workers, by vLLM's own transfer"
     assert update_members(guide("GLM4-9B, colocated")) is None, "CUDA IPC within a host"
     assert update_members(guide("GLM-4.5-355B, BF16 rollouts")) == (64, True)
     assert update_members(guide("GLM4-9B, 4 + 4", weight_transfer="disk")) is None

@@ -15,7 +15,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
-from hpcrl.planning.formulas.nccl_memory import pieces_from_gpu
+from hpcrl.planning.formulas.nccl_memory import gpu_transfer
 from hpcrl.planning.formulas.parameters import whole_model
 from hpcrl.planning.memory.weight_update import Update, WholeUpdate, in_pieces, predict, update_lines
 from hpcrl.weights.pieces.messages import receive_plans
@@ -153,7 +153,8 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     words = ["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--link-rate"]
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 0
-    assert "(--weight-transfer nccl)" in capsys.readouterr().out
+    assert "(--weight-transfer vllm)" in capsys.readouterr().out
+    words[-1:-1] = ["--weight-transfer", "nccl"]
     assert main([*words, "100"]) == 0
     slow = capsys.readouterr().out
     assert "weights of one update" in slow
@@ -167,7 +168,8 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("options", "transfer"),
     [
-        ({}, "nccl"),
+        ({"weight_transfer": "nccl"}, "nccl"),
+        ({}, "vllm"),
         ({"weight_transfer": "gloo"}, "gloo"),
         ({"weight_transfer": "disk"}, "disk"),
         ({"bf16": False}, "gloo"),
@@ -183,7 +185,7 @@ def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], 
     text = "\n".join(update_lines(found))
     assert f"(--weight-transfer {transfer})" in text
     assert backend(resolved, plan, cpu) == f"hpcrl_{transfer}"
-    if transfer != "disk":
+    if transfer not in ("disk", "vllm"):
         assert isinstance(found, Update) and "in pieces" in text
         return
     assert isinstance(found, WholeUpdate)
@@ -195,11 +197,11 @@ RECIPES = {
     "glm-4.5-355b-64gpu": ("GLM-4.5", 8, "ipc"),
     "glm-4.5-355b-64gpu-bf16": ("GLM-4.5", 8, "ipc"),
     "glm-4.5-355b-lora-16gpu": ("GLM-4.5", 2, "ipc"),
-    "glm-z1-9b-8gpu": ("GLM-4-9B-0414", 1, "nccl"),
+    "glm-z1-9b-8gpu": ("GLM-4-9B-0414", 1, "vllm"),
     "glm-z1-9b-8gpu-colocated": ("GLM-4-9B-0414", 1, "ipc"),
     "qwen3-30b-a3b-lora-4gpu": ("Qwen3-30B-A3B", 1, "ipc"),
-    "qwen3-4b-8gpu": ("Qwen3-4B", 1, "nccl"),
-    "qwen3-4b-8gpu-async": ("Qwen3-4B", 1, "nccl"),
+    "qwen3-4b-8gpu": ("Qwen3-4B", 1, "vllm"),
+    "qwen3-4b-8gpu-async": ("Qwen3-4B", 1, "vllm"),
     "qwen3-4b-8gpu-colocated": ("Qwen3-4B", 1, "ipc"),
 }
 
@@ -225,8 +227,10 @@ def test_the_way_of_each_recipe(name: str) -> None:
     """Way, members and bytes of each shipped recipe: pieces, every byte once over a link, and quick enough by count."""
     options, found = of_recipe(name)
     _, hosts, transfer = RECIPES[name]
-    assert isinstance(found, Update) and found.transfer == transfer
-    assert pieces_from_gpu(options), "the estimate of memory knows of it"
+    assert found.transfer == transfer == gpu_transfer(options), "the estimate of memory knows of it"
+    if isinstance(found, WholeUpdate):
+        assert found.seconds < 1
+        return
     made = found.plan
     assert made.ranks == options.world_size
     assert sum(len(place.workers) for place in made.destinations) == options.engine_gpus

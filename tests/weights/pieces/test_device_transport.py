@@ -142,18 +142,21 @@ def test_waiting_peers_and_leaving_peers() -> None:
 @pytest.mark.parametrize(
     ("options", "cpu", "way"),
     [
-        ({}, False, "hpcrl_nccl"),
+        ({}, False, "hpcrl_vllm"),
+        ({"actor_num_nodes": 2}, False, "hpcrl_nccl"),
         ({"colocate": True}, False, "hpcrl_ipc"),
         ({}, True, "hpcrl_shm"),
         ({"weight_transfer": "nccl"}, True, "--weight-transfer nccl needs CUDA"),
         ({"weight_transfer": "nccl", "colocate": True}, False, "--weight-transfer nccl takes.*once"),
+        ({"weight_transfer": "vllm"}, True, "--weight-transfer vllm needs CUDA"),
     ],
 )
 def test_the_way_of_pieces(options: dict[str, Any], cpu: bool, way: str) -> None:
-    """Pieces from GPU to GPU are the default."""
+    """vLLM's own transfer is for a trainer on one node; pieces go from GPU to GPU."""
     both = options.get("colocate", False)
     resolved = Options(hf_checkpoint="x", actor_num_gpus_per_node=1, rollout_num_gpus=1, **options)
-    plan = make_plan(resolved, [Host("n0", 1 if both else 2)], "run")
+    hosts = [Host(f"n{number}", 1 if both else 2) for number in range(resolved.actor_num_nodes)]
+    plan = make_plan(resolved, hosts, "run")
     if way.startswith("--"):
         with pytest.raises(UsageError, match=way):
             backend(resolved, plan, cpu)

@@ -1,0 +1,168 @@
+"""The trainer's side of --weight-transfer vllm: rank 0 broadcasts whole tensors by vLLM's own NCCL trainer class.
+
+    update = VllmUpdate(fleet, manifests, options, scheme)
+    update.stage(ranks, checked, compare, version)   # names, dtypes and shapes; the communicator, the first time
+    update.send()                                    # the ranks gather, rank 0 broadcasts, every worker takes its part
+
+Rank 0 is member 0 of the communicator; the workers follow, engine by engine. NCCL's name goes to the engines under
+their keys, so nothing listens and nothing is pickled.
+
+Invariant: metadata and iteration have the same names in the same order, that of `WeightStream.describe`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from math import prod
+from typing import Any
+
+import torch
+
+from hpcrl.config.options import Options
+from hpcrl.engine.membership.broadcast import EngineBroadcast, PendingCalls, in_thread
+from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.models.files.fp8 import Scheme, Stream, quantized
+from hpcrl.models.files.safetensors_files import ITEM_BYTES
+from hpcrl.weights.pieces.choose_transport import current_device, use_device
+from hpcrl.weights.pieces.device_transport import unique_id
+from hpcrl.weights.pieces.piece_update import watched
+from hpcrl.weights.pieces.planning import Manifests, Source, check_codes, coded, needed_tensors, stranger
+
+PACKED = True  #: tensors go in messages of --update-weight-buffer-size, not one by one
+
+
+class _Tensors:
+    """A `WeightSource` of vLLM's: the stream of one update."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
+        self.shapes = shapes
+        self.dtypes = dtypes
+        self.stream: Stream = iter(())
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, getattr(torch, self.dtypes[name]), shape) for name, shape in self.shapes.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.stream
+
+
+class _Calls:
+    """A client of vLLM's trainer class: the sender has started the update, and finishes it."""
+
+    def __init__(self, fleet: EngineBroadcast) -> None:
+        self.fleet = fleet
+        self.pending: PendingCalls | None = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        body = {"update_info": update_info}
+        self.pending = self.fleet.post_all("the weight update", "/update_weights", [body] * len(self.fleet.engines))
+        self.pending.results()
+
+    def start_weight_update(self) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    # what `watched` asks
+
+    @property
+    def futures(self) -> list[Any]:
+        return [] if self.pending is None else self.pending.futures
+
+    def check(self) -> None:
+        if self.pending is not None:
+            self.pending.check()
+
+
+def _destroy(joined: Future[Any]) -> None:
+    if joined.exception() is None:
+        joined.result().destroy()
+
+
+class VllmUpdate:
+    """Updates of one fleet; `bytes` counts the tensors of one update once."""
+
+    def __init__(self, fleet: EngineBroadcast, manifests: Manifests, options: Options, scheme: Scheme | None) -> None:
+        self.fleet = fleet
+        self.manifests = manifests
+        self.options = options
+        self.scheme = scheme
+        self.bytes = 0
+        self.tensors: _Tensors | None = None
+        self.calls = _Calls(fleet)
+        self.trainer: Any = None  #: vLLM's NCCLTrainerWeightTransferEngine
+
+    def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
+        """What can be done while engines still generate.
+
+        Raises:
+            HpcrlError: for tensors that only one side has.
+        """
+        if self.trainer is None:
+            self.tensors = self._described(ranks)
+            self._connect(self.tensors)
+        assert self.tensors is not None
+        self.tensors.stream = checked(quantized(ranks.gathered(), self.scheme))
+
+    def _described(self, ranks: Source) -> _Tensors:
+        held, _ = ranks.describe()
+        needs = needed_tensors(self.manifests)
+        check_codes(held, needs, self.scheme)
+        shapes = {name: tensor.shape for name, tensor in coded(held, self.scheme).items()}
+        if extra := [name for name in shapes if name not in needs]:
+            raise HpcrlError(f"the trainer's {extra[0]} {stranger(extra[0], self.manifests)}")
+        self.bytes = sum(prod(need.shape) * ITEM_BYTES[need.dtype] for need in needs.values())
+        return _Tensors(shapes, {name: need.dtype for name, need in needs.items()})
+
+    def _connect(self, tensors: _Tensors) -> None:
+        """Have rank 0 and all workers join a communicator.
+
+        Raises:
+            DeadlineError, PeerError: if not all come.
+        """
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+        name = unique_id()
+        workers = [len(engine) for engine in self.manifests]
+        packing = {"packed": PACKED, "packed_buffer_size_bytes": self.options.update_weight_buffer_size}
+        common = {"world_size": 1 + sum(workers), "nccl_unique_id_b64": base64.b64encode(name).decode()} | packing
+        bodies = [{"init_info": common | {"rank_offset": 1 + sum(workers[:at])}} for at in range(len(workers))]
+        pending = self.fleet.post_all("the weight transfer's init", "/init_weight_transfer_engine", bodies)
+        device = current_device()
+
+        def join() -> Any:
+            with use_device(device):
+                return uid_init_process_group(name, 0, common["world_size"], device)
+
+        joining = in_thread(join)  # NCCL has no deadline of its own
+        try:
+            pending.results()
+            communicator = joining.result(self.fleet.seconds)
+        except BaseException as error:
+            joining.add_done_callback(_destroy)
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(f"rank 0 did not join NCCL within {self.fleet.seconds:.0f} s") from error
+            raise
+        self.trainer = NCCLTrainerWeightTransferEngine(client=self.calls, source=tensors, **packing)  # type: ignore[arg-type]
+        self.trainer.model_update_group = communicator
+
+    def send(self) -> None:
+        """One update, between the engines' start and finish.
+
+        Raises:
+            PeerError, DeadlineError: name engine and phase.
+        """
+        assert self.trainer is not None, "stage() comes first"
+        self.calls.pending = None
+        watched(self.trainer.send_weights, self.calls, self.forget)
+
+    def forget(self) -> None:
+        """The next update begins with a new communicator."""
+        trainer = self.trainer
+        self.trainer = None
+        if trainer is not None:
+            trainer.shutdown()
