@@ -1,4 +1,4 @@
-"""The lines of docs/trying.md by which a checkpoint is converted, served by vLLM and talked to."""
+"""The lines of docs/first-run.md by which a checkpoint is converted, served by vLLM and talked to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_answers(tmp_path: Path, task: Path) -> None:
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | SMALL | {"PATH": path}
     a_run(tmp_path / "RUN", task / "model", environment)
-    lines = [command.line for command in printed() if command.place.startswith("docs/trying.md")]
+    lines = [command.line for command in printed() if command.place.startswith("docs/first-run.md")]
     (served,) = [line for line in lines if "vllm serve" in line]
     (chat,) = [line for line in lines if line.startswith("vllm chat")]
     with socket.create_server(("127.0.0.1", 0)) as free:
