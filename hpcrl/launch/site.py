@@ -130,7 +130,7 @@ class ComponentProfile(BaseModel):
 
 
 class SiteProfile(BaseModel):
-    """A Slurm cluster.  docs/sites.md explains the keys; sites/default.toml holds them all."""
+    """A Slurm cluster.  docs/slurm.md explains the keys; sites/default.toml holds them all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

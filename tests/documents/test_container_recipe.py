@@ -28,5 +28,5 @@ def test_all_that_the_image_is_built_from_is_here() -> None:
 
 def test_the_pages_name_the_images_interpreter() -> None:
     assert "python3 -m venv /opt/hpcrl" in RECIPE
-    for page in ("docs/sites.md", "sites/apptainer.toml", "tools/container/hpcrl.def"):
+    for page in ("docs/slurm.md", "sites/apptainer.toml", "tools/container/hpcrl.def"):
         assert "/opt/hpcrl/bin/python" in (REPO / page).read_text(), page

@@ -1,4 +1,4 @@
-"""The scripts that docs/centre.md gives to administrators, run as they are printed there."""
+"""The scripts that docs/slurm.md gives to administrators, run as they are printed there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcrl.run.scratch import scratch
 from tests.documents.texts import REPO
 from tests.support.able import needs
 
-SCRIPTS = re.findall(r"^```bash\n(.*?)^```", (REPO / "docs/centre.md").read_text(), re.MULTILINE | re.DOTALL)
+SCRIPTS = re.findall(r"^```bash\n(.*?)^```", (REPO / "docs/slurm.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 def run(text: str, path: str = os.environ["PATH"]) -> None:

@@ -1,4 +1,4 @@
-"""What docs/sessions.md has a user type, typed into the shell of a real `salloc`."""
+"""What docs/slurm.md has a user type, typed into the shell of a real `salloc`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ REWARDED = ("recipe.toml", "rewarded.toml")
 
 
 def sessions() -> list[list[str]]:
-    """The lines of the page's code blocks, without comments."""
-    page = (REPO / "docs/sessions.md").read_text()
+    """The lines of the section's code blocks, without comments."""
+    page = (
+        (REPO / "docs/slurm.md").read_text().partition("\n## Many tries in one allocation\n")[2].partition("\n## ")[0]
+    )
     blocks = re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)
     return [[re.sub(r"\s{2,}# .*", "", line.strip()) for line in block.splitlines()] for block in blocks]
 

@@ -1,4 +1,4 @@
-"""What docs/slurm.md and docs/sites.md have a user type on a login node, typed there: a real Slurm, the installed
+"""What docs/slurm.md has a user type on a login node, typed there: a real Slurm, the installed
 `hpcrl`."""
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def join_world() -> Channel[Any]:
         mpi4py.rc.initialize = False
         from mpi4py import MPI
     except ImportError as error:
-        raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/bare-metal.md") from error
+        raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/mpirun.md") from error
     check_library(MPI.Get_library_version(), os.environ)
     timer = threading.Timer(INIT, late)
     timer.daemon = True
