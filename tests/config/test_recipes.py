@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md: each is named there, resolves, and every option that the page sets there is."""
+"""The recipes of docs/algorithms.md: each is named there, resolves, and every option that the page sets there is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs" / "algorithms.md").read_text().partition("\n## Loops\n")[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 
 

@@ -113,7 +113,7 @@ class Scene:
         recipe = "rewarded.toml"
         if "--loss-type sft_loss" in command.line:
             recipe = "learns.toml"
-        elif command.place.startswith("docs/rewards.md") or "--custom-rm-path" in command.line:  # gives the reward
+        elif "--custom-rm-path" in command.line or "--rm-type" in command.line:  # gives the reward
             recipe = "unrewarded.toml"
         values = VALUES | {
             "ARGUMENTS": f"--actor-num-gpus-per-node 8 --colocate {USED}",

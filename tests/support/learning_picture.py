@@ -1,4 +1,4 @@
-"""The table and the picture of docs/algorithms.md, of what tests/soak/test_learning.py has found.
+"""The table of a campaign and the picture of docs/algorithms.md, of what tests/soak/test_learning.py has found.
 
 LEARNED=learned.jsonl make soak SOAK=learn
 python -m tests.support.learning_picture learned.jsonl docs/learning.png

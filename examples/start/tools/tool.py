@@ -1,6 +1,6 @@
 """The turns: the model may write `<call>47*83`, reads `3901`, and continues; what does not call is the answer.
 
-The tool runs in this process: give one that can hang or harm a process of its own (docs/recipes.md).
+The tool runs in this process: give one that can hang or harm a process of its own (docs/algorithms.md).
 """
 
 import re

@@ -40,7 +40,7 @@ class DataOptions(Base):
 
 
 class RewardOptions(Base):
-    """rewards (docs/rewards.md)"""
+    """rewards (docs/data.md)"""
 
     rm_type: str | list[str] | None = opt(
         None,
@@ -75,7 +75,7 @@ class RewardOptions(Base):
 
 
 class EvalOptions(Base):
-    """evaluation (docs/evaluation.md)"""
+    """evaluation (docs/data.md)"""
 
     eval_interval: int | None = opt(
         None, "evaluate every N rollouts, before the first and after the last", "slime", ge=1

@@ -126,4 +126,4 @@ def check_pairs(judge: Callable[[str, str], bool], pairs: Iterable[tuple[str, st
 
 
 def _broken(what: str) -> UsageError:
-    return UsageError(what, f"installed are {calculus.versions()}; see docs/rewards.md")
+    return UsageError(what, f"installed are {calculus.versions()}; see docs/data.md")

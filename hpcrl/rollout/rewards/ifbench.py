@@ -27,7 +27,7 @@ REGISTRIES = (
 def reward(options: Options, sample: Sample) -> float:
     names = [str(name).strip() for name in sample.metadata.get("instruction_id_list") or [] if str(name or "").strip()]
     if not names:
-        raise DataError("the sample's metadata has no instruction_id_list", "see docs/rewards.md")
+        raise DataError("the sample's metadata has no instruction_id_list", "see docs/data.md")
     checkers = _checkers()
     settings = _settings(sample.metadata.get("kwargs"), len(names))
     prompt = str(sample.metadata.get("prompt_text") or "")

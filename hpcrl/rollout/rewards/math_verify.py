@@ -1,6 +1,6 @@
 r"""--rm-type math_verify: math-verify's own verdict on the last \boxed{...} of the response, 1 or 0.
 
-Its verdict is taken as it is; where math is stricter (bases, anagrams, equations without variables) docs/rewards.md
+Its verdict is taken as it is; where math is stricter (bases, anagrams, equations without variables) docs/data.md
 says so. Only its LaTeX grammar is used: what it does with plain expressions ends in Python's eval.
 """
 

@@ -42,7 +42,7 @@ LABELS: list[tuple[Any, dict[str, Any]]] = [
     ("no shift", {"choices": CHOICES}),
     ("anything", {"correct_letter": "c", "choices": CHOICES}),
 ]
-#: responses that are judged otherwise, with the label C -> (ours, slime's); docs/rewards.md says why
+#: responses that are judged otherwise, with the label C -> (ours, slime's); docs/data.md says why
 OTHERWISE = {
     "At first the answer is A. On reflection, the answer is C.": (1.0, 0.0),
     "The answer is \\boxed{C}, not A": (1.0, 0.0),

@@ -48,7 +48,7 @@ BOXES = [
     (r"2^{10}", "2^{10}"), ("a", "A"), (r"\infty", r"\infty"), ("12 miles", "12"), ("3 million", "3000000"),
     (r"\frac{10}{2}", "5"), (r"\{2,1\}", r"\{1,2\}"), ("12 cm", "12 meters"), ("y=5", "x=5"), ("1e3", "1000"), ("2516_9", "2516_8"),
 ]  # fmt: skip
-#: where (box, label) is judged otherwise -> (ours, slime's) by math; docs/rewards.md says why
+#: where (box, label) is judged otherwise -> (ours, slime's) by math; docs/data.md says why
 OTHERWISE: dict[tuple[str, Any], tuple[float, float]] = {
     ("7!", "5040"): (1.0, 0.0),
     ("2^3", "8"): (1.0, 0.0),

@@ -42,7 +42,7 @@ def test_a_recipe_with_an_adapter_fits(
     assert taken
     most = max(map(float, re.findall(r": ([\d.]+)", taken[1])))
     assert most < USABLE
-    assert f"{most} of 80 GiB" in (ROOT / "docs" / "recipes.md").read_text()
+    assert f"{most} of 80 GiB" in (ROOT / "docs" / "algorithms.md").read_text()
     assert re.search(r"the adapter: [\d.]+ = .*gradients .*optimizer .*; [\d,]+ million", text)
     page = (ROOT / "docs" / "lora.md").read_text()
     block = page.partition(f"    hpcrl plan {line}\n")[2].lstrip("\n").partition("\n\n")[0]

@@ -207,7 +207,7 @@ def test_custom_reward_sees_the_sample() -> None:
 
 
 def test_the_rewards_of_the_document_work_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     (tmp_path / "my_rewards.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (one,) = graded(sample("x"), custom_rm_path="my_rewards.brief", rollout_max_response_len=12)
