@@ -181,7 +181,7 @@ def check_signature(
 
 
 #: a parameter of other frameworks' rewards -> the form, and the page that turns it into ours
-FORMS = {"completions": ("TRL's form", "docs/from-trl.md"), "solution_str": ("verl's form", "docs/from-verl.md")}
+FORMS = {"completions": ("TRL's form", "docs/from-slime.md"), "solution_str": ("verl's form", "docs/from-slime.md")}
 
 
 def unfit(

@@ -138,9 +138,8 @@ def make_scene(folder: Path, model: Path, checkout: bool = True, site: str = SIT
     for name, more in RECIPES.items():
         (folder / f"{name}.toml").write_text(RECIPE + more)
     (folder / "my_rewards.py").write_text(REWARD)
-    for page in ("from-trl", "from-verl"):  # whose reward functions are in files of their own
-        for name, text in python_files(page):
-            (folder / f"{name}.py").write_text(text)
+    for name, text in python_files("from-slime"):  # whose reward functions are in files of their own
+        (folder / f"{name}.py").write_text(text)
     (folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
     (folder / "home").mkdir()
     (folder / "engine-keys").mkdir(mode=0o700)

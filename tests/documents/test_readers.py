@@ -1,4 +1,4 @@
-"""The pages for users of TRL and verl: the words beside theirs are options, and their reward functions run."""
+"""The page for users of TRL and verl: the words beside theirs are options, and their reward functions run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ NAMES = re.compile(r"`([^`]+)`")
 PASSED_ON = ("vllm_", "vllm-", "recompute_")
 
 
-def rows(page: str) -> list[tuple[str, str]]:
-    """(their words, ours) of the table under "The words"."""
-    text = (REPO / "docs" / f"{page}.md").read_text().partition("## The words")[2]
+def rows(trainer: str) -> list[tuple[str, str]]:
+    """(their words, ours) of the table under "Words of TRAINER"."""
+    page = (REPO / "docs" / "from-slime.md").read_text()
+    text = page.partition(f"### Words of {trainer}\n")[2].partition("\n## ")[0]
     cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return [(row[0], row[1]) for row in cells]
 
@@ -33,20 +34,19 @@ def settings(cell: str) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("page", ["from-trl", "from-verl"])
-def test_our_words_are_options(page: str) -> None:
+@pytest.mark.parametrize("trainer", ["TRL", "verl"])
+def test_our_words_are_options(trainer: str) -> None:
     known = set(Options.model_fields)
-    ours = [name for _, cell in rows(page) for name in settings(cell) if "hpcrl " not in cell]
+    ours = [name for _, cell in rows(trainer) for name in settings(cell) if "hpcrl " not in cell]
     assert len(ours) > 30
     assert [name for name in ours if name not in known and not name.startswith(PASSED_ON)] == []
 
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python files of both pages, importable."""
-    for page in ("from-trl", "from-verl"):
-        for name, text in python_files(page):
-            (tmp_path / f"{name}.py").write_text(text)
+    """The Python files of the page, importable."""
+    for name, text in python_files("from-slime"):
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
