@@ -1,4 +1,4 @@
-# Two commands are enough: `make quickstart` and `make test`. Each first makes the environment that it needs, once.
+# `make quickstart` is enough to begin with. Each target first makes the environment that it needs, once.
 #
 #   PYTHON=python3.12     another interpreter (3.11 or later) to make the environment with
 #   SOAK=gspo SEED=3 N=2  which campaigns of `make soak` (pytest's -k), their seeds (1,2,3 are several), how often each
@@ -20,14 +20,19 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-all test-rest soak fast env-312 fast-312 trainer-312 trackers lint planted docs sbatch lock sbom bench cluster packages
+.PHONY: help help-dev env quickstart test test-all test-rest soak fast env-312 fast-312 trainer-312 trackers lint planted docs sbatch lock sbom bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
-	@echo "make test         make the environment, then test every capability once (no root, no Slurm)"
-	@echo "make test-all     make test, then the other tests: real Slurm and MPIs (root, and make packages)"
-	@echo "make lint         ruff, the tests of text and structure, and the sizes of the packages"
+	@echo "make env          the environment alone, in $(HPCRL_VENV)"
+	@echo "make test         test every capability once (no root, no Slurm); it takes long"
+	@echo "make cluster      a real Slurm and MPI cluster on this machine, to practise on (as root); it is in $(CLUSTER)"
+	@echo "make help-dev     the targets for those who change hpcrl"
+
+help-dev:
+	@echo "make lint         ruff, the tests of text and structure, the pages as a site, and the sizes of the packages"
 	@echo "make fast         only the tests of make test that start no processes"
+	@echo "make test-all     make test, then the other tests: real Slurm and MPIs (root, and make packages)"
 	@echo "make soak         the long campaigns and the cross products"
 	@echo "make planted      show that tests notice the ten faults of tests/planted"
 	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
@@ -38,9 +43,7 @@ help:
 	@echo "make lock         write the hashes in requirements/*.lock again, after a pin has changed"
 	@echo "make sbom         write sbom.json: what is installed, as CycloneDX"
 	@echo "make bench        measure against Ray and Redis (installs them into the environment)"
-	@echo "make cluster      a real Slurm and MPI cluster on this machine, to experiment with; it is in $(CLUSTER)"
 	@echo "make packages     install the Debian packages that the cluster and make test-all need (as root)"
-	@echo "make env          the environment alone, in $(HPCRL_VENV)"
 
 # One quiet step of the installation: `$(call pip,what it is,command and arguments)`; its output is in the log, and shown if
 # it fails.

@@ -17,7 +17,15 @@ REPO = Path(__file__).parent.parent
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 #: extra -> the lists that install it
-LISTS = {"": ["cpu"], "report": ["cpu"], "roles": ["cpu"], "cpu": ["cpu"], "test": ["test"], "bench": ["bench"]}
+LISTS = {
+    "": ["cpu"],
+    "report": ["cpu"],
+    "roles": ["cpu"],
+    "cpu": ["cpu"],
+    "test": ["test"],
+    "docs": ["test"],
+    "bench": ["bench"],
+}
 
 
 def pins(name: str) -> dict[str, str]:
