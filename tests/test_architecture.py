@@ -506,9 +506,9 @@ def test_ten_files_to_read_first() -> None:
 
 
 def test_pages_name_files_that_are_there() -> None:
-    """What docs/architecture.md, docs/development.md and CONTRIBUTING.md put in backquotes as a path of the package or the tests."""
+    """What docs/development.md and CONTRIBUTING.md put in backquotes as a path of the package or the tests."""
     repo = ROOT.parent
-    for page in ("docs/architecture.md", "docs/development.md", "CONTRIBUTING.md"):
+    for page in ("docs/development.md", "CONTRIBUTING.md"):
         for path in re.findall(r"`([\w./]+(?:\.py|/))`", (repo / page).read_text()):
             first = path.split("/")[0]  # one that is no folder of these is relative to what the row is about
             if "NAME" not in path and "/" in path and ((ROOT / first).is_dir() or (repo / first).is_dir()):
