@@ -5,7 +5,7 @@
 
 Invariants: a run is the same processes as with the command, in a session of their own, so that it holds nothing of the
 caller's and outlives an interpreter that ends; what a command would refuse is refused by the same check, as the same
-exception (`hpcrl.errors`).  These names and signatures are kept: docs/python.md lists them.
+exception (`hpcrl.errors`).  These names and signatures are kept: docs/customise.md lists them.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_submit_takes_the_same(recipe: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_page_has_every_name() -> None:
-    page = (REPO / "docs" / "python.md").read_text()
+    page = (REPO / "docs" / "customise.md").read_text()
     for name in ("init", "run", "submit", "open"):
         assert f"`hpcrl.{name}(" in page
     for name, member in vars(api.OpenRun).items():
