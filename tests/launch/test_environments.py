@@ -133,7 +133,7 @@ def test_user_setting_is_reported_with_reason() -> None:
 
 
 def test_the_page_has_every_variable_of_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
     rows = {line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")}
     assert {variable.name for variable in TABLE} <= rows
     assert all(len(variable.why.split()) > 3 and variable.roles for variable in TABLE)

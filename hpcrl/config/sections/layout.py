@@ -70,7 +70,7 @@ class ClusterOptions(Base):
     rollout_external_engine_addrs: list[str] = opt(
         [],
         "HOST:PORT of engines that hpcrl engines serve has started, in addition to the run's own or instead of them "
-        "(docs/engines.md)",
+        "(docs/runs.md)",
         "slime",
     )
     rollout_external_engine_keys: str | None = opt(

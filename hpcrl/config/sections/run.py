@@ -84,7 +84,7 @@ class RunOptions(Base):
 
 
 class InspectOptions(Base):
-    """looking and replaying (docs/looking.md)"""
+    """looking and replaying (docs/runs.md)"""
 
     save_debug_rollout_data: str | None = opt(
         None,

@@ -220,7 +220,7 @@ def update_directory(flag: str, given: Given) -> FlagReading:
 
 
 def fault_tolerance(flag: str, given: Given) -> FlagReading:
-    """What becomes of a run whose engine ends (docs/engines.md)."""
+    """What becomes of a run whose engine ends (docs/runs.md)."""
     if "colocate" in given:
         why = (
             "slime starts a colocated engine again; here its end ends the run, which hpcrl resume RUN continues from "
