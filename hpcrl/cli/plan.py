@@ -45,7 +45,7 @@ usage: hpcrl plan [RECIPE.toml] [--hostfile FILE] [--option value ...]
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
   --groups           every process and every parallel group, with its ranks and hosts
-  --gpu NAME         the GPUs, for their memory (docs/memory.md lists them); default: h100-sxm
+  --gpu NAME         the GPUs, for their memory (docs/sizing.md lists them); default: h100-sxm
   --gpu-memory GIB   what a GPU has; default: that of --gpu
   --host-memory GIB  what a host has for the run: more is refused; default: a warning above 2000
   --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400

@@ -43,10 +43,10 @@ usage: hpcrl rehearse [RECIPE.toml] [--site SITE | --gpu NAME] [--ranks WHICH] [
 
 Every distinct rank of the trainer builds its model and optimizer and takes a step on tensors without content: no GPU,
 no weights and hardly any memory are needed, config.json of --hf-checkpoint is. What Megatron refuses, memory that runs
-out and ranks that do not fit together are errors (docs/rehearsal.md).
+out and ranks that do not fit together are errors (docs/sizing.md).
 
   --site SITE        the GPUs that the site's profile names with gpu_type, for trainers and for engines
-  --gpu NAME         the GPUs (docs/memory.md lists them); default: h100-sxm
+  --gpu NAME         the GPUs (docs/sizing.md lists them); default: h100-sxm
   --gpu-memory GIB   what a GPU has; default: that of --gpu or --site
   --ranks WHICH      all, or numbers with commas; default: the first and the last of each distinct pipeline stage
   --at-once N        ranks at a time; default: a core each

@@ -135,7 +135,7 @@ class FurtherTokenOptions(Base):
 
 
 class AdapterOptions(Base):
-    """LoRA adapters (docs/lora.md)"""
+    """LoRA adapters (docs/models.md)"""
 
     lora_rank: int = opt(0, "train adapters of this rank over frozen weights; 0: all weights are trained", "vime", ge=0)
     lora_alpha: float = opt(16, "an adapter counts by this divided by its rank", "vime", gt=0)

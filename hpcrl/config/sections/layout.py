@@ -76,7 +76,7 @@ class ClusterOptions(Base):
     rollout_external_engine_keys: str | None = opt(
         None, "directory with the keys of these engines, as they were served with"
     )
-    colocate: bool = opt(False, "engines share the trainer's GPUs and take turns with it (docs/colocation.md)", "slime")
+    colocate: bool = opt(False, "engines share the trainer's GPUs and take turns with it (docs/sizing.md)", "slime")
     offload_train: bool | None = opt(
         None,
         "the trainer's state is in host memory while the engines sample; default: with --colocate",

@@ -1,7 +1,7 @@
 """Bytes that the tokens of a micro-batch take on a trainer rank: what layers keep for the backward pass, what one layer
 takes while it is computed, logits.
 
-Formulas and their sources: docs/memory.md; tests/planning/memory/test_device_bytes.py counts the same on a device that
+Formulas and their sources: docs/sizing.md; tests/planning/memory/test_device_bytes.py counts the same on a device that
 knows shapes alone.
 
 Invariant: no term is negative, and none depends on anything but config.json, layout and settings.

@@ -1,7 +1,7 @@
 """Bytes of host memory that a trainer rank takes, in addition to its GPU's: a pure function of config.json, the layout
 and the settings.
 
-Formulas and their sources: docs/memory.md.  What a save and a load take is what `trainer/checkpoint/` does; tests count
+Formulas and their sources: docs/sizing.md.  What a save and a load take is what `trainer/checkpoint/` does; tests count
 it (tests/trainer/checkpoint/test_optimizer_shards.py).
 
 Invariant: a term is never negative.

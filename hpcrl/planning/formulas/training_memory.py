@@ -1,6 +1,6 @@
 """Bytes that a trainer rank takes, term by term: a pure function of config.json, the layout and the settings.
 
-Formulas and their sources: docs/memory.md; tests/planning/memory/test_device_bytes.py counts the same on a device that
+Formulas and their sources: docs/sizing.md; tests/planning/memory/test_device_bytes.py counts the same on a device that
 knows shapes alone.
 
 Invariant: of all pipeline stages, the one that takes most is reported; a term is never negative.

@@ -31,7 +31,7 @@ def memory_lines(
     """
     trainer = fullest_rank(options, family, config)
     engine = engine_terms(options, family, config, gpu * GIB) if options.num_engines else None
-    yield f"memory, GiB (estimated; docs/memory.md), of {gpu:g} a GPU"
+    yield f"memory, GiB (estimated; docs/sizing.md), of {gpu:g} a GPU"
     of = f" of stage {trainer.stage}" if options.pipeline_model_parallel_size > 1 else ""
     yield f"  trainer rank{of}: {trainer.total / GIB:.1f} in {trainer.fullest}"
     yield f"    always: {_sum({name: trainer.gpu[name] for name in STATE})}"
@@ -62,7 +62,7 @@ def memory_lines(
     if (resumed := most_resumed(options, family, config)) > gpu * GIB and options.bf16:
         yield (
             f"warn: a run that resumes takes {resumed / GIB:.0f} of {gpu:g} GiB while Transformer Engine's "
-            "Adam is loaded (docs/memory.md)"
+            "Adam is loaded (docs/sizing.md)"
         )
 
 
@@ -71,9 +71,9 @@ def refuse_misfit(options: Options, family: Family, config: Config, gpu: float, 
     GiB."""
     found = misfit(options, family, config, gpu)
     if found and found.certain:
-        raise UsageError(f"does not fit: {found.what} (docs/memory.md)", advice(found))
+        raise UsageError(f"does not fit: {found.what} (docs/sizing.md)", advice(found))
     if host is not None and (found := host_misfit(options, family, config, gpu, host)):
-        raise UsageError(f"does not fit: {found.what} (docs/memory.md)", advice(found, "hosts"))
+        raise UsageError(f"does not fit: {found.what} (docs/sizing.md)", advice(found, "hosts"))
 
 
 def verdict(options: Options, family: Family, config: Config, gpu: float, lines: list[str]) -> str:

@@ -309,11 +309,11 @@ def _part(size: int, place: int, pieces: int) -> tuple[int, int]:
 def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
     """What a card sends and receives, how long that takes, and the memory that it needs."""
     if isinstance(update, AdapterUpdate):
-        yield "weights of one update: the adapter alone (docs/lora.md)"
+        yield "weights of one update: the adapter alone (docs/models.md)"
         yield f"  {update.bytes / 1e6:.1f} MB to each worker of the engines, the weights under it once, at the start"
         return
     if isinstance(update, WholeUpdate):
-        yield "weights of one update: whole tensors, gathered by rank 0 (planned; docs/weights.md)"
+        yield "weights of one update: whole tensors, gathered by rank 0 (planned; docs/sizing.md)"
         yield f"  {update.bytes / GB:.1f} GB {WHOLE[update.transfer]} (--weight-transfer {update.transfer})"
         if update.transfer == "vllm":
             yield f"  {update.seconds:.2f} s through a link of {update.link:g} Gb/s, in {update.messages} broadcasts"
@@ -322,7 +322,7 @@ def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
     sent = plan.sent()
     landed = np.asarray([len(destination.workers) for destination in plan.destinations])
     received = plan.received() / landed
-    yield "weights of one update in pieces: from the ranks that hold them to the workers (planned; docs/weights.md)"
+    yield "weights of one update in pieces: from the ranks that hold them to the workers (planned; docs/sizing.md)"
     yield f"  {SENT[update.transfer]} (--weight-transfer {update.transfer})"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
     yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"

@@ -1,4 +1,4 @@
-"""docs/lora.md as printed: an adapter is trained, resumed, written as PEFT writes it, and merged."""
+"""docs/models.md as printed: an adapter is trained, resumed, written as PEFT writes it, and merged."""
 
 from __future__ import annotations
 

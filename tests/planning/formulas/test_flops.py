@@ -54,7 +54,7 @@ def test_cards_are_found_by_their_names() -> None:
 
 
 def test_page_lists_the_cards() -> None:
-    page = (Path(__file__).parents[3] / "docs/memory.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/sizing.md").read_text()
     for name, card in CARDS.items():
         assert f"| `{name}` | {card.memory:g} | {card.tflops:g} |" in page
 

@@ -1,4 +1,4 @@
-"""The recipes with an adapter, planned as a user plans them: they fit, and docs/lora.md has what is printed."""
+"""The recipes with an adapter, planned as a user plans them: they fit, and docs/models.md has what is printed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_recipe_with_an_adapter_fits(
     assert most < USABLE
     assert f"{most} of 80 GiB" in (ROOT / "docs" / "algorithms.md").read_text()
     assert re.search(r"the adapter: [\d.]+ = .*gradients .*optimizer .*; [\d,]+ million", text)
-    page = (ROOT / "docs" / "lora.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     block = page.partition(f"    hpcrl plan {line}\n")[2].lstrip("\n").partition("\n\n")[0]
     lines = [row.removeprefix("    ") for row in block.splitlines()]
     assert len(lines) > 3 and [row for row in lines if row not in text.splitlines()] == []
@@ -52,9 +52,9 @@ def test_a_recipe_with_an_adapter_fits(
 
 def test_what_does_not_fit_on_16_gpus() -> None:
     """Engines in BF16 next to the trainer's weights, however they are divided; a base in torch_dist, whose halves are
-    put together.  docs/lora.md has the figures."""
+    put together.  docs/models.md has the figures."""
     (options,) = resolve_stages(load_recipe(ROOT / "examples" / "glm-4.5-355b-lora-16gpu.toml"), {}, {})
-    page = (ROOT / "docs" / "lora.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     config = MODELS["GLM-4.5"][1]
     family = find_family(config, "GLM-4.5")
 

@@ -348,7 +348,7 @@ def test_the_reference_recipes_fit(name: str) -> None:
     usable = 79.1  # GiB of an H100 of 80 GB
     if options.actor_num_nodes > 1:
         taken = sum(on_host(options, terms, engine_terms(options, family, config, 80 * GIB)).values()) / 2**40
-        for page in (recipe_path, ROOT / "docs" / "memory.md"):
+        for page in (recipe_path, ROOT / "docs" / "sizing.md"):
             assert f"{taken:.2f}" in page.read_text(), "what a host takes, as it is said there"
     asleep = ASLEEP if options.takes_turns else 0.0
     assert terms.phases["save"] + asleep <= (usable - 5) * GIB, "the first save, with 5 GiB to spare"

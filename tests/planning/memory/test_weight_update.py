@@ -242,8 +242,8 @@ def test_the_way_of_each_recipe(name: str) -> None:
 
 
 def test_the_guides_figures() -> None:
-    """The block of docs/weights.md."""
-    page = (Path(__file__).parents[3] / "docs" / "weights.md").read_text()
+    """The block of docs/sizing.md."""
+    page = (Path(__file__).parents[3] / "docs" / "sizing.md").read_text()
     assert "".join(f"    {line}\n" for line in update_lines(of_recipe("glm-4.5-355b-64gpu-bf16")[1])) in page
 
 

@@ -1,6 +1,6 @@
 """Counted memory against what torch's allocator gives out in the same step with real tensors, phase by phase.
 
-python -m tests.planning.rehearsal.test_real_memory        # the table of docs/rehearsal.md
+python -m tests.planning.rehearsal.test_real_memory        # a table of both
 """
 
 from __future__ import annotations
