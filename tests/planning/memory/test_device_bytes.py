@@ -136,9 +136,8 @@ def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
     state = sum(terms.gpu[name] for name in ("weights", "gradients", "optimizer"))
     assert state == pytest.approx(found["state"], rel=NEAR), "state"
     assert found["save"] - found["state"] == pytest.approx(terms.gpu["save"], rel=NEAR), "a save gathers nothing"
-    updating = opts.model_copy(
-        update={"loss_type": "policy_loss", "rollout_num_gpus": 1, "update_weight_buffer_size": BUFFER}
-    )
+    pieces = {"weight_transfer": "nccl", "update_weight_buffer_size": BUFFER}
+    updating = opts.model_copy(update={"loss_type": "policy_loss", "rollout_num_gpus": 1} | pieces)
     update = kept_buffers(updating) + update_bytes(updating, config, kind.transformer(config))
     assert state + update == pytest.approx(found["weight update"], rel=NEAR), "an update in pieces gathers nothing"
     assert found["log-probs"] + allowed <= terms.total, "never the most"
@@ -194,6 +193,7 @@ def test_an_adapter_takes_what_is_estimated(tmp_path: Path, case: str) -> None:
     found = on_fake_device(counted_with_adapter, path, n, rank, fields)
     config = json.loads(Path(path, "config.json").read_text())
     more = {"loss_type": "policy_loss", "rollout_num_gpus": 1, "update_weight_buffer_size": BUFFER}
+    more["weight_transfer"] = "nccl"
     opts = options(path, n, fields).model_copy(update=more)
     terms = rank_on(opts, find_family(config, ""), config, Layout.from_options(opts, SIZES["num_hidden_layers"]), 0).gpu
     state = terms["weights"] + terms["gradients"] + terms["optimizer"] / 3  # its moments come with the first step
