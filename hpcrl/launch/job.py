@@ -47,7 +47,7 @@ from hpcrl.launch.user_code.commit import commit_of
 from hpcrl.launch.user_code.snapshot import begin_code, note_changed_scripts
 from hpcrl.plan import Host, hosts_kept, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
-from hpcrl.report.curves import draw
+from hpcrl.report.page.charts import draw
 from hpcrl.report.progress import AGAIN, say
 from hpcrl.report.timeline.spans import PREPARE, Timeline, launcher_timeline
 from hpcrl.run.code_files import CODE, RECORD

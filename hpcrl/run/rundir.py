@@ -21,7 +21,7 @@
       passed-over.json            damaged checkpoints that a resume has passed over (skipped_checkpoints.py)
       position.json               how far a run without a trainer is
       timeline/                   what every process did when (report/timeline/)
-      checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
+      checkpoints/ samples/ tensorboard/ metrics.jsonl curves.svg
 
 Invariants: every file appears whole or not at all (written next to it, then renamed); the first error of an attempt is
 kept and later ones never overwrite it.

@@ -38,7 +38,7 @@ def test_ctrl_c_once_and_twice_in_a_run(tmp_path: Path, task: Path) -> None:
         assert text.count("hpcrl: stopping: ") == text.count(f"hpcrl: stopping{saves}") == 1 and said in text, text
         assert "hpcrl resume" in text.splitlines()[-1], text
         assert all_gone(root, []), text
-    assert not (root / "curves.png").exists(), "who presses twice does not wait for it"
+    assert not (root / "curves.svg").exists(), "who presses twice does not wait for it"
 
 
 @pytest.mark.parametrize("presses", [1, 2])

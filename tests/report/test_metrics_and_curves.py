@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.report import metrics, progress
 from hpcrl.report.closing_line import closing_line, held_out, what_next
-from hpcrl.report.curves import PANELS, draw, series, smooth, titled
+from hpcrl.report.curves import MANY, PANELS, series, smooth, titled
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import MetricsLog, NoEvents, measure, read_metrics
+from hpcrl.report.page.charts import draw
 from hpcrl.report.progress import Progress
 from hpcrl.run import storage_errors
 from hpcrl.run.peers import EnginePeer, MeetingPeer, StorePeer, TrainerPeer, publish
@@ -243,7 +245,8 @@ def test_the_picture(rundir: RunDir) -> None:
     assert series(STEPS, {"*": "eval/*/accuracy"}) == {"heldout": ([0, 2], [0.25, 0.75])}
     assert series(STEPS, {"mean": "train/loss", "max": "train/none"}) == {"mean": ([1, 2], [1.0, 0.5])}
     assert draw(rundir)
-    assert (rundir.root / "curves.png").read_bytes().startswith(b"\x89PNG")
+    titles = [text.text for text in ET.parse(rundir.root / "curves.svg").iter() if text.get("class") == "title"]
+    assert titles[0] == rundir.root.name and {"held-out accuracy", "reward"} <= set(titles)
 
 
 @pytest.mark.parametrize(("steps", "panels"), [(1, 2), (60, 4)])
@@ -251,6 +254,8 @@ def test_the_picture_of_one_step_and_of_many(rundir: RunDir, steps: int, panels:
     names = [name.replace("*", "a") for panel in PANELS[-panels:] for name in panel.metrics.values()]
     write(rundir, *({"rollout_id": i} | dict.fromkeys(names, float(i % 2)) for i in range(steps)))
     assert draw(rundir, "many")
+    drawn = ET.parse(rundir.root / "curves.svg").findall(".//{*}polyline")
+    assert len(drawn) == len(names) * (1 if steps < MANY else 2), "pale, and their means"
     assert not list(rundir.root.glob(".curves*"))
 
 

@@ -117,7 +117,7 @@ def test_the_run_directory_holds_what_it_promises(uncut: Path) -> None:
     for name in (
         "options.json",
         "metrics.jsonl",
-        "curves.png",
+        "curves.svg",
         "logs/latest/trainer-0.log",
         "logs/latest/engine-0.log",
         "logs/latest/rollout-0.log",

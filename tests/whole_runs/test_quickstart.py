@@ -29,5 +29,5 @@ def test_the_quick_start_learns(quick_start: QuickStart) -> None:
     table = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     shares = [float(line.split()[1]) for line in table[1:]]
     assert 0.2 <= shares[0] <= 0.5 < shares[-1], "what GRPO has changed most is how many answers are worked out"
-    assert (root / "grpo" / "curves.png").exists() and (root / "sft" / "curves.png").exists()
+    assert (root / "grpo" / "curves.svg").exists() and (root / "sft" / "curves.svg").exists()
     assert all_gone(root, [])

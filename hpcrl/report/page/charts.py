@@ -1,4 +1,4 @@
-"""Curves as inline SVG with their title and legend, which show their values under the pointer, without a script.
+"""Curves as SVG that show their values under the pointer, without a script: in the page, and `curves.svg` of a run.
 
 Invariants: pure; every text is escaped; what is drawn does not grow with the length of the run: a curve has POINTS
 points at most, a chart READINGS places that show their values; a colour is a class, so that the page decides what it
@@ -7,13 +7,18 @@ is in light and in dark.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from hpcrl.report.curves import MANY, Curves, smooth
+from hpcrl.report.curves import MANY, Curves, Panel, panels_of, smooth
+from hpcrl.report.metrics import read_metrics
+from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.utils.untrusted_files import read_given
 
 WIDTH, HEIGHT = 360, 196  #: of a chart, in its own units: it is as wide as its column
 #: its margins
@@ -25,6 +30,8 @@ POINTS = 400
 READINGS = 40
 COLOURS = 8  #: of curves; the ninth has the first one's, and is dashed
 LINE = 11  #: height of a line of text
+ACROSS = 4  #: charts in a row of a picture
+TITLE = 20  #: height of a chart's title there, and of its legend
 
 #: from numbers to the picture's own units
 Place = Callable[[float, float], tuple[float, float]]
@@ -39,6 +46,43 @@ def chart(title: str, curves: Curves, axis: str = "", keys: bool = True) -> Mark
         axis: as `hpcrl.report.curves.Panel` has it.
         keys: whether the chart has a legend of its own.
     """
+    head = Markup("<figcaption>{}{}</figcaption>").format(title, legend(curves) if keys and len(curves) > 1 else "")
+    return Markup('<figure class="chart">{}{}</figure>').format(head, picture(WIDTH, HEIGHT, plot(curves, axis), title))
+
+
+def grid(title: str, panels: Sequence[tuple[Panel, Curves]]) -> Markup:
+    """An SVG file of all panels, each with its title and legend."""
+    columns = min(ACROSS, len(panels))
+    height = HEIGHT + 2 * TITLE
+    parts = [Markup("<style>{}</style>").format(style()), _text(WIDTH * columns / 2, TITLE, title, "middle")]
+    for number, (panel, curves) in enumerate(panels):
+        row, column = divmod(number, columns)
+        words = [_text(LEFT, TITLE - 6, panel.title, "start")]
+        if len(curves) > 1:
+            names = [Markup('<tspan class="{}">{}  </tspan>').format(hue(at), label) for at, label in enumerate(curves)]
+            words.append(
+                Markup('<text x="{}" y="{}" class="of">{}</text>').format(LEFT, 2 * TITLE - 8, Markup("").join(names))
+            )
+        moved = Markup('<g transform="translate(0 {})">{}</g>').format(
+            2 * TITLE, Markup("").join(plot(curves, panel.axis))
+        )
+        place = WIDTH * column, 2 * TITLE + height * row
+        parts.append(Markup('<g transform="translate({} {})">{}{}</g>').format(*place, Markup("").join(words), moved))
+    drawn = picture(WIDTH * columns, 2 * TITLE + height * -(-len(panels) // columns), parts, title)
+    return Markup('<svg xmlns="http://www.w3.org/2000/svg"') + drawn.removeprefix("<svg")
+
+
+def style() -> Markup:
+    """The CSS of charts and timelines, in light and in dark."""
+    return Markup(read_given(Path(__file__).with_name("pictures.css.j2")))
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> Markup:
+    return Markup('<text x="{:.0f}" y="{:.0f}" text-anchor="{}" class="title">{}</text>').format(x, y, anchor, words)
+
+
+def plot(curves: Curves, axis: str) -> list[Markup]:
+    """The axes, the curves, and what the pointer shows, in WIDTH x HEIGHT."""
     log = axis == "log" and all(value > 0 for _, y in curves.values() for value in y)
     thin = {label: _thinned(x, y) for label, (x, y) in curves.items()}
     low, high = _range([value for _, y in thin.values() for value in y], axis, log)
@@ -59,9 +103,7 @@ def chart(title: str, curves: Curves, axis: str = "", keys: bool = True) -> Mark
         parts += _curve(list(map(at, x, y)), hue(number))
         if len(y) >= MANY:
             parts.append(_line(list(map(at, x, smooth(y))), f"{hue(number)} mean"))
-    parts += _readings(thin, at)
-    head = Markup("<figcaption>{}{}</figcaption>").format(title, legend(curves) if keys and len(curves) > 1 else "")
-    return Markup('<figure class="chart">{}{}</figure>').format(head, picture(WIDTH, HEIGHT, parts, title))
+    return parts + _readings(thin, at)
 
 
 def hue(number: int) -> str:
@@ -190,3 +232,14 @@ def picture(width: int, height: int, parts: Iterable[Markup], name: str) -> Mark
     """An SVG that is as wide as its place."""
     head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}">'
     return Markup(head) + Markup("").join(parts) + Markup("</svg>")
+
+
+def draw(rundir: RunDir, title: str = "") -> bool:
+    """Draw curves.svg next to metrics.jsonl; False if there is nothing to draw, or the disk is full."""
+    panels = panels_of(list(read_metrics(rundir.metrics_file)))
+    if not panels:
+        return False
+    with contextlib.suppress(OSError):  # it can be drawn again; what went wrong with the run must not be hidden by it
+        write_atomic(rundir.root / "curves.svg", str(grid(title or rundir.root.name, panels)).encode())
+        return True
+    return False

@@ -15,7 +15,7 @@ from hpcrl.report.curves import Curves, Panel, series, titled
 #: drawn in any case
 ALWAYS = ("reward", "held-out accuracy", "held-out reward")
 MOST = 40  #: panels of the user's own metrics
-#: what the page shows in addition to the panels of curves.png
+#: what the page shows in addition to the panels of curves.svg
 MORE = (
     Panel("groups whose rewards are all equal", {"": "rollout/zero_std"}, "share"),
     Panel("idle share", {"trainer": "perf/wait_time_ratio", "engines": "perf/engine_idle_ratio"}, "share"),
