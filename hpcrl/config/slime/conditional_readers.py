@@ -135,13 +135,18 @@ def old_deepep(flag: str, given: Given) -> FlagReading:
 
 def deepep_kind(given: Given) -> str:
     """vLLM's name of the kernels that --sglang-deepep-mode asks for."""
-    low = one(given, "sglang-deepep-mode") == "low_latency"
-    return "deepep_low_latency" if low else "deepep_high_throughput"
+    high = one(given, "sglang-deepep-mode") == "normal"
+    return "deepep_high_throughput" if high else "deepep_low_latency"
+
+
+def asks_deepep(given: Given) -> bool:
+    """Whether the script's experts exchange rows by DeepEP."""
+    return one(given, "sglang-moe-a2a-backend") == "deepep" or "sglang-enable-deepep-moe" in given
 
 
 def deepep_mode(flag: str, given: Given) -> FlagReading:
     """A part of the all-to-all's name in vLLM."""
-    if one(given, "sglang-moe-a2a-backend") != "deepep" and "sglang-enable-deepep-moe" not in given:
+    if not asks_deepep(given):
         return FlagReading("refused", (), "it belongs to --sglang-moe-a2a-backend deepep")
     why = "it is a part of --vllm-all2all-backend"
     if one(given, flag) == "auto":

@@ -59,8 +59,8 @@ def test_a_kl_that_slime_takes_off(estimator: str) -> None:
     [
         ("low_latency", "deepep_low_latency"),
         ("normal", "deepep_high_throughput"),
-        ("auto", "deepep_high_throughput"),
-        ("", "deepep_high_throughput"),
+        ("auto", "deepep_low_latency"),
+        ("", "deepep_low_latency"),
     ],
 )
 def test_all_to_all_of_the_experts(mode: str, backend: str) -> None:

@@ -216,8 +216,8 @@ def test_a_script_of_another_family(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "flag", "words", "why"),
     [
-        ("run-deepseek-r1", "sglang-enable-deepep-moe", "--vllm-enable-expert-parallel --vllm-all2all-backend deepep_hi", ""),
-        ("run-deepseek-r1", "sglang-deepep-mode", "", "vLLM has deepep_high_throughput for both"),
+        ("run-deepseek-r1", "sglang-enable-deepep-moe", "--vllm-enable-expert-parallel --vllm-all2all-backend deepep_lo", ""),
+        ("run-deepseek-r1", "sglang-deepep-mode", "", "vLLM has deepep_low_latency for both"),
         ("run-glm4.5-355B-A32B", "save-debug-rollout-data", "--save-debug-rollout-data /mnt/data_{rollout_id}.pt", "over the one"),
         ("retool/retool_qwen3_4b_sft", "lr-warmup-iters", "", "--lr-warmup-fraction is given"),
         ("on_policy_distillation/run-qwen3-8B-opd", "rm-url", "--opd-teacher-url http://127.0.0.1:13141", "in place of SGLang"),
