@@ -25,7 +25,7 @@ from hpcrl.models.files.config_json import read_config
 from hpcrl.models.lora.serving import engine_flags, serves_adapter, to_environment
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
-from hpcrl.planning.formulas.engine_memory import share, utilization
+from hpcrl.planning.formulas.engine_memory import batched_tokens, share, utilization
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE
 from hpcrl.utils.cpus import cores
@@ -147,6 +147,8 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         ours["enable_prefix_caching"] = False  # what is cached depends on history, which a resumed run has not
     if options.sleep_level and not found.cpu:
         ours["enable_sleep_mode"] = True
+    if not found.cpu and options.vllm.get("enable_expert_parallel") and options.engine_data_parallel_size > 1:
+        ours["max_num_batched_tokens"] = batched_tokens(options)
     if found.cpu:
         ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
     ours |= node_flags(options, plan, index)

@@ -106,6 +106,16 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     assert not {"enforce_eager", "kv_cache_memory_bytes", "max_model_len", "distributed_executor_backend"} & set(cuda)
 
 
+def test_batches_of_spread_experts(model: str) -> None:
+    """Every GPU's experts get the rows of all parts: a part takes its share of vLLM's own tokens."""
+    spread = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    opts = options(model, rollout_num_gpus=2, rollout_num_gpus_per_engine=2, vllm=spread)
+    assert flags(opts, plan(opts), 0, 1, CUDA)["max_num_batched_tokens"] == 4096
+    chosen = options(model, rollout_num_gpus_per_engine=2, vllm={**spread, "max_num_batched_tokens": 600})
+    assert flags(chosen, plan(chosen), 0, 1, CUDA)["max_num_batched_tokens"] == 600
+    assert "max_num_batched_tokens" not in flags(options(model), plan(options(model)), 0, 1, CUDA)
+
+
 def test_an_engine_over_hosts_is_one_vllm(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 GPUs on four hosts: each part says which it is, and where they meet."""
     hosts = [Host(name, 8, f"10.0.0.{i}", "ib0") for i, name in enumerate("tabcd")]

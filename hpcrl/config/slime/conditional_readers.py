@@ -154,11 +154,21 @@ def deepep_mode(flag: str, given: Given) -> FlagReading:
     return FlagReading("needless", (), why)
 
 
+def chunked_prefill(flag: str, given: Given) -> FlagReading:
+    """sglang divides the number by the parts of its data-parallel attention; vLLM's is of each part."""
+    if asks_deepep(given) and deepep_kind(given) == "deepep_low_latency":
+        return FlagReading("needless", (), "vLLM's own number suits its low-latency all-to-all")
+    size = number(one(given, flag))
+    parts = number(one(given, "sglang-dp-size") or one(given, "sglang-data-parallel-size", "1"))
+    mine = (str(int(size // parts)),) if size >= parts > 1 else given[flag]
+    return FlagReading("translated", ("--vllm-max-num-batched-tokens", *mine), "vLLM's is of each part of the engine")
+
+
 def likeliest_share(flag: str, given: Given) -> FlagReading:
     """The same in sampling, and not in training."""
     why = "slime's loss is of the tokens that are left to sample from, hpcrl's of all: below 1 the gradient is another"
     return FlagReading("kept", (f"--{flag}", *given[flag]), why if number(one(given, flag)) < 1 else "")
 
 
-CONDITIONAL = (agreement, decay_style, deepep_mode, dumps, engine_tensor_parallel, likeliest_share, mismatch_metrics)
-CONDITIONAL += (old_deepep, role_settings, warm_up)
+CONDITIONAL = (agreement, chunked_prefill, decay_style, deepep_mode, dumps, engine_tensor_parallel, likeliest_share)
+CONDITIONAL += (mismatch_metrics, old_deepep, role_settings, warm_up)

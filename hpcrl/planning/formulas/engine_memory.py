@@ -19,6 +19,9 @@ from hpcrl.planning.formulas.training_memory import GIB
 #: what vLLM's forward passes need in addition to weights and cache: not computed, an allowance
 WORKING = 3 * GIB
 UTILIZATION = 0.9  #: vLLM's share of a GPU where it is not installed here to ask
+BATCHED = 8192  #: tokens of one pass, of vLLM's server on a GPU of 70 to 160 GB
+LEAST_BATCHED = 512
+LOW_LATENCY = {"deepep_low_latency": 256, "nixl_ep": 256}  #: all-to-all -> vLLM's own tokens of one pass of a part
 _ITEMS = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -45,15 +48,53 @@ def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: fl
     """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not
     fit."""
     weights = gpu_weights(options, family, config) + absorbed_bytes(options, family, config)
-    cache = gpu_bytes * share(options, family, config, gpu_bytes) - weights - WORKING
+    rows = max(workspace_bytes(options, family, config).values(), default=0.0)
+    cache = gpu_bytes * share(options, family, config, gpu_bytes) - weights - WORKING - rows
     token, state = token_bytes(options, family, config), sequence_bytes(options, family, config)
     longest = longest_sample(options)
     at_once = max(0, int(cache // (longest * token + state)))
     tokens = max(0, int((cache - max(1, at_once) * state) // token))
     parts = options.engine_data_parallel_size  # each has its own requests
-    terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING)}
+    terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING), "experts' workspace": rows}
     terms["weight update"] = update_bytes(options, family, config)
     return EngineTerms(terms, parts * tokens, parts * at_once)
+
+
+def batched_tokens(options: Options) -> int:
+    """Tokens of one pass of a data-parallel part of an engine on GPUs.
+
+    Experts that are spread over parts get the rows of all of them, so each then takes its share of vLLM's own number.
+    """
+    given = options.vllm.get("max_num_batched_tokens")
+    parts = options.engine_data_parallel_size
+    if given or parts == 1 or not options.vllm.get("enable_expert_parallel"):
+        return int(given or BATCHED)
+    sequences = int(options.vllm.get("max_num_seqs") or 0)  # vLLM wants a token for each
+    least = LOW_LATENCY.get(str(options.vllm.get("all2all_backend")), max(LEAST_BATCHED, BATCHED // parts))
+    return max(least, sequences)
+
+
+def workspace_bytes(options: Options, family: Family, config: Config) -> dict[str, float]:
+    """What the experts of one layer need on a GPU where data-parallel parts have them in common, by kernel: none
+    otherwise, where it's a part of `WORKING`.
+
+    Every kernel has room for all experts of every row, wherever these are (docs/memory.md): its input in the order of
+    experts, the gate's and the activation's results, and its output, next to the rows that were gathered.
+    """
+    fields = family.transformer(config)
+    if options.engine_data_parallel_size == 1 or not fields.get("num_moe_experts"):
+        return {}
+    gpus = 1 if options.vllm.get("enable_expert_parallel") else options.rollout_num_gpus_per_engine
+    hidden, inner = fields["hidden_size"], fields["moe_ffn_hidden_size"] / gpus
+    wide, gate = max(hidden, inner), max(hidden, 2 * inner)
+    top = fields["moe_router_topk"]
+    rows = batched_tokens(options) * options.engine_data_parallel_size
+    if not config.get("quantization_config"):
+        return {"Triton": rows * (top * 2 * (wide + gate) + 4 * hidden)}
+    return {
+        "FlashInfer": rows * (top * (2 * wide + 4 * inner + wide) + 6 * hidden),
+        "DeepGEMM": rows * (top * (wide + 2 * gate) + 5 * hidden),
+    }
 
 
 def update_bytes(options: Options, family: Family, config: Config) -> float:
