@@ -27,7 +27,7 @@ from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftove
 from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
 from hpcrl.engine.membership.http import HEALTH, REFUSED, TURN, Address, request_json, status
 from hpcrl.engine.multi_node import bound_socket, meet, variables
-from hpcrl.engine.server_settings import LISTEN_FD, build, gpu_wishes, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, build, gpu_wishes, scale_warning, server_environment
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.models.files.config_json import read_config
 from hpcrl.report.timeline.spans import Timeline, role_timeline
@@ -68,7 +68,8 @@ class EngineSupervisor:
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
         self._check_added()
-        read_config(context.options.hf_checkpoint)
+        if warning := scale_warning(read_config(context.options.hf_checkpoint), self.found):
+            say(warning)
         os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: self._key_name()}
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())

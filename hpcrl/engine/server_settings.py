@@ -166,6 +166,24 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
     return ours | load_flags(options, plan, found, given) | given
 
 
+def fp8_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The quantization_config of a checkpoint in FP8 blocks; empty for another."""
+    found = config.get("quantization_config") or {}
+    return found if found.get("weight_block_size") else {}
+
+
+def scale_warning(config: Mapping[str, Any], found: Build) -> str:
+    """What is lost of scales that are no powers of two; "" where nothing is."""
+    blocks = fp8_blocks(config)
+    if found.cpu or not blocks or blocks.get("scale_fmt") == "ue8m0":
+        return ""
+    return (
+        "warn: --hf-checkpoint has FP8 blocks with scales in fp32, and so has every update: on GPUs since Hopper vLLM "
+        "quantises them again to powers of two, with 1.4 times the error; convert again with hpcrl convert to-fp8, or "
+        "set VLLM_USE_DEEP_GEMM_E8M0=0"
+    )
+
+
 def gets_adapter(options: Options, plan: Plan) -> bool:
     """Whether updates bring an adapter alone, once they have brought the weights under it."""
     return bool(plan.trainers) and not options.debug_rollout_only and serves_adapter(options)

@@ -199,7 +199,11 @@ def parser() -> Parser:
     found.add_argument(
         "--max-workers", type=int, default=1, help="files that are converted at once; each takes the memory of one"
     )
-    found.add_argument("--scale-fmt", choices=("ue8m0",), help="scales of blocks rounded up to powers of two")
+    found.add_argument(
+        "--scale-fmt",
+        choices=("ue8m0", "fp32"),
+        help="scales of blocks: rounded up to powers of two (default), to which vLLM brings others on GPUs, or not",
+    )
     found.add_argument("--force", action="store_true", help="replace a --save-dir that is there already")
     return found
 
@@ -221,7 +225,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if args.save_dir.resolve() == args.model_dir.resolve():
         raise UsageError("--save-dir is --model-dir itself", "name another directory")
-    scheme = Scheme(args.strategy, tuple(args.block_size), args.scale_fmt == "ue8m0")
+    power_of_two = args.strategy == "block" and args.scale_fmt != "fp32"
+    scheme = Scheme(args.strategy, tuple(args.block_size), power_of_two)
     convert(args.model_dir, args.save_dir, scheme, args.max_workers, args.force, _bar)
     return 0
 

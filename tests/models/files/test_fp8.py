@@ -346,7 +346,7 @@ def test_workers_make_no_difference(
 ) -> None:
     out = tmp_path / "out"
     command = ["convert", "to-fp8", "--model-dir", str(models["qwen3"]), "--save-dir", str(out), "--strategy", "block"]
-    assert main([*command, "--block-size", *map(str, BLOCK), "--max-workers", "3", "--scale-fmt", "ue8m0"]) == 0
+    assert main([*command, "--block-size", *map(str, BLOCK), "--max-workers", "3"]) == 0
     other = converted["qwen3", "ue8m0"]
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in other.iterdir())
     for path in out.iterdir():
