@@ -5,11 +5,13 @@ names for the engines of a run that trains.
 
 Invariants: what an update brings is what the model's family says that trainers hold, with the scales of it, and the
 receiver refuses an update that leaves a parameter out (weight_loading.py); everything else that the checkpoint has for
-the model is read from it here; no number is drawn, and nothing that a layer has computed by itself is overwritten.
+the model is read from it here; the same numbers are there on every start and on every GPU that has a part, and nothing
+that a layer has computed by itself is overwritten.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from hpcrl.models.files.stacked_experts import single
 from hpcrl.run.role import say
 
 CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale")  #: of the cache; a layer without them has its own
+DRAWN = ("embed_tokens.weight", ".gate.weight")  #: of embeddings and routers
 FILLS = {"zero": 0.0, "nan": float("nan")}
 
 
@@ -60,12 +63,22 @@ class EmptyStart(DefaultModelLoader):
 
 @torch.no_grad()
 def empty(model: nn.Module, fill: float) -> None:
-    """Fill every parameter; scales with 1, so that no kernel divides by 0 in a first pass."""
+    """Fill every parameter; scales with 1, so that no kernel divides by 0 in a first pass.
+
+    A first pass of noughts would send every token to the same experts, and so leave most GPUs of an engine without any:
+    kernels would be tuned for that, and with DeepEP vLLM would wait for ever. So routers and what they see are random.
+    """
     for name, parameter in model.named_parameters():
         leaf = name.rpartition(".")[2]
         if leaf in CACHE or parameter.is_meta:
             continue
         value = 1.0 if "scale" in leaf else fill
+        if fill == 0.0 and name.endswith(DRAWN):
+            seeded = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+            parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5, generator=seeded)
+            continue
+        if fill == 0.0 and name.endswith("norm.weight"):
+            value = 1.0
         if not parameter.is_floating_point():
             parameter.data.zero_()
         elif parameter.dtype.itemsize == 1:  # a type of 8 bits may lack NaN, and fill_

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from hpcrl.config.options import Options
 from hpcrl.engine.server_settings import EMPTY, Build, flags
@@ -61,6 +63,24 @@ def test_what_no_update_brings_is_read(tmp_path: Path) -> None:
     scales = [f"{name}_scale_inv" for name in names if name.endswith("proj.weight")]
     mine = "model.layers.0.self_attn.attn.k_scale"
     assert family.not_trained([*names, *scales, "lm_head.weight", mine], config) == {mine}
+
+
+@pytest.mark.parametrize(("name", "experts"), [("glm4_moe", "n_routed_experts"), ("qwen3_moe", "num_experts")])
+def test_first_passes_use_most_experts(tmp_path: Path, name: str, experts: str) -> None:
+    """An empty engine's routers spread random tokens over more than half of the experts, the same at every start."""
+    from hpcrl.engine.loading.empty_start import empty
+
+    directory = make_family(tmp_path / "model", name, **{experts: 64, "vocab_size": 512})
+    chosen = []
+    for _ in range(2):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        empty(model, 0.0)
+        (*_, router) = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+        router.register_forward_pre_hook(lambda router, given: chosen.append(given[0] @ router.weight.T))
+        model(torch.randint(0, 512, (1, 256), generator=torch.Generator().manual_seed(0)))
+    first, again = (logits.view(-1, 64).topk(4).indices for logits in chosen)
+    assert torch.equal(first, again)
+    assert len(first.unique()) > 32
 
 
 def blank(model: Path) -> Path:
