@@ -249,9 +249,12 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
     settled = with_own_settings(_expand(merged, places), Options.model_fields)
+    spread = isinstance(vllm := settled.get("vllm"), dict) and vllm.get("enable_expert_parallel")
+    limits = {"engine_start_timeout": 3600.0} if spread else {}  # a first start compiles kernels of experts
     if isinstance(factor := settled.get("timeout_factor"), int | float) and factor > 0:
-        limits = ("engine_start_timeout", "update_timeout", "request_timeout")
-        settled = {name: factor * Options.model_fields[name].default for name in limits} | settled
+        names = ("engine_start_timeout", "update_timeout", "request_timeout")
+        limits = {name: factor * limits.get(name, Options.model_fields[name].default) for name in names}
+    settled = limits | settled
     merged = with_function_files(settled, POINTS, recipe.files)
     return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
 

@@ -26,7 +26,7 @@ from hpcrl.models.lora.serving import engine_flags, serves_adapter, to_environme
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
 from hpcrl.planning.formulas.engine_memory import batched_tokens, share, utilization
-from hpcrl.run.gpu_environment import Where, wanted
+from hpcrl.run.gpu_environment import Where, build_tools, wanted
 from hpcrl.run.peers import IDLE
 from hpcrl.utils.cpus import cores
 from hpcrl.weights.update_backend import backend
@@ -354,7 +354,7 @@ def server_environment(
         if options.vllm.get("enforce_eager", True):
             wishes["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper even so, some ten seconds into the first batch
         wishes["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    merged = {**wishes, **base, **ours}
+    merged = {**wishes, **base, **ours, **build_tools(base)}
     if found.cpu:
         merged.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_memory_bytes
     return merged

@@ -177,6 +177,12 @@ def overruled(wishes: Mapping[str, str], base: Mapping[str, str]) -> Iterator[st
                 yield f"{name}={base[name]} is set and stays; hpcrl would set {variable.name}={wish}: {variable.why}"
 
 
+def build_tools(base: Mapping[str, str]) -> dict[str, str]:
+    """What a process that compiles kernels as it runs finds its tools by: PATH with this interpreter's directory first,
+    where ninja is though the environment is not activated."""
+    return {"PATH": os.pathsep.join((os.path.dirname(sys.executable), base.get("PATH", os.defpath)))}
+
+
 #: the variable that moves a cache of code -> its folder.  All have their usual place in the home directory, which on a
 #: cluster is a shared file system that every process of the run would fill at once, or (torch) under a known name in
 #: /tmp. HF_MODULES_CACHE has the code that a model brings along (trust_remote_code); models themselves stay where

@@ -43,6 +43,22 @@ def test_dapo_is_all_of_it() -> None:
     assert options.partial_rollout and options.staleness_bound == options.max_staleness
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "seconds"),
+    [
+        ("glm-4.5-355b-64gpu", {}, 3600.0),
+        ("glm-4.5-355b-64gpu", {"timeout_factor": 2.0}, 7200.0),
+        ("glm-4.5-355b-64gpu", {"engine_start_timeout": 60.0}, 60.0),
+        ("glm-4.5-355b-64gpu-bf16", {}, 900.0),
+        ("glm-4.5-355b-64gpu-bf16", {"timeout_factor": 2.0}, 1800.0),
+    ],
+)
+def test_time_to_compile_kernels_of_experts(name: str, given: dict[str, float], seconds: float) -> None:
+    places = {"run": "/run", "prepared": "/run/prepared"}
+    (options,) = resolve_stages(load_recipe(ROOT / "examples" / f"{name}.toml"), given, places)
+    assert options.engine_start_timeout == seconds
+
+
 @pytest.mark.parametrize("deep", ["[" * 9000 + "]" * 9000, "9" * 5000, "0x" + "F" * 9000], ids=["deep", "long", "hex"])
 @pytest.mark.parametrize("kind", ["recipe", "site", "flag", "number"])
 def test_deep_values_are_one_error(kind: str, deep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -314,7 +316,9 @@ def test_environment_of_a_server(model: str) -> None:
     assert cpu["VLLM_HOST_IP"] == "127.0.0.1" and cpu["GLOO_SOCKET_IFNAME"] == "lo"
     assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and cpu["VLLM_TARGET_DEVICE"] == "cpu"
     assert cpu["OMP_NUM_THREADS"] == "3", "what the user has set stays"
-    assert cpu["PATH"] == "/bin" and cpu["VLLM_SERVER_DEV_MODE"] == "1"
+    ninja = os.path.dirname(sys.executable)
+    assert cpu["PATH"] == f"{ninja}:/bin", "of an environment that is not activated"
+    assert cpu["VLLM_SERVER_DEV_MODE"] == "1"
     assert int(cpu["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 2 * IDLE, (
         "the client, not the server, ends a connection that idles"
     )

@@ -4,6 +4,7 @@ imported."""
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "mine")  # so that all are put back
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setenv("PATH", "/bin")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/fast/triton")
     monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -176,6 +178,7 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "=ib0",
         "NCCL_DEBUG": "INFO",
+        "PATH": f"{os.path.dirname(sys.executable)}:/bin",
         "TORCH_FR_DUMP_TEMP_FILE": f"{context.rundir.logs}/nccl-trace-rank-",
     }
     assert {name: os.environ.get(name) for name in expected} == expected

@@ -61,7 +61,12 @@ class RunOptions(Base):
         "counting engines), and the defaults of --engine-start-timeout, --update-timeout and --request-timeout",
         gt=0,
     )
-    engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
+    engine_start_timeout: float = opt(
+        900.0,
+        "seconds an engine may take until it answers; 3600 with --vllm-enable-expert-parallel, as a first start then "
+        "compiles kernels",
+        gt=0,
+    )
     update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
     request_timeout: float = opt(1800.0, "seconds one generation request may take", gt=0)
     rollout_health_check_timeout: float = opt(

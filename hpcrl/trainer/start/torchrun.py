@@ -18,7 +18,7 @@ from hpcrl.errors import EXITED, PeerError
 from hpcrl.run.compile_cache.role_cache import KeptCode
 from hpcrl.run.compile_cache.shape import pipeline_stages
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
-from hpcrl.run.gpu_environment import Where, missing, overruled, wanted
+from hpcrl.run.gpu_environment import Where, build_tools, missing, overruled, wanted
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.scratch import scratch
@@ -115,7 +115,7 @@ def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> KeptCod
         say(line)
     stages = pipeline_stages(context.options, context.plan, context.plan.trainers[ranks[0]].host)
     code = KeptCode(context.options, context.rundir, "trainer", stages, base)
-    os.environ.update(missing(wishes, base) | code.variables)
+    os.environ.update(missing(wishes, base) | code.variables | build_tools(base))
     if not base.keys() & DUMPS:  # a node's /tmp may go with the job
         os.environ[DUMPS[0]] = str(context.rundir.logs / "nccl-trace-rank-")
     os.environ.update(context.options.train_env_vars)
