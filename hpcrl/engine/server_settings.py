@@ -329,6 +329,9 @@ def server_environment(
     """The environment of one server, or of part `node` of an engine: `base` with what vLLM needs.
 
     What the user has set stays, where that is safe.
+
+    Raises:
+        UsageError: as `build_tools`.
     """
     place = plan.engine_nodes(index)[node]
     ours = {
@@ -354,7 +357,9 @@ def server_environment(
         if options.vllm.get("enforce_eager", True):
             wishes["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper even so, some ten seconds into the first batch
         wishes["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    merged = {**wishes, **base, **ours, **build_tools(base)}
+    deep_gemm = not found.cpu and base.get("VLLM_USE_DEEP_GEMM") != "0"
+    tools = build_tools(base, deep_gemm and bool(fp8_blocks(read_config(options.hf_checkpoint))))
+    merged = {**wishes, **base, **ours, **tools}
     if found.cpu:
         merged.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, and it would override kv_cache_memory_bytes
     return merged

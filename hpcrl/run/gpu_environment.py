@@ -10,9 +10,13 @@ be run, so it is in a directory that no other user can write to, or make first u
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
+import re
+import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
+from hpcrl.errors import UsageError
 from hpcrl.plan import Location, socket_names
 
 Role = Literal["trainer", "engine"]
@@ -177,10 +182,39 @@ def overruled(wishes: Mapping[str, str], base: Mapping[str, str]) -> Iterator[st
                 yield f"{name}={base[name]} is set and stays; hpcrl would set {variable.name}={wish}: {variable.why}"
 
 
-def build_tools(base: Mapping[str, str]) -> dict[str, str]:
+CUDA = "/usr/local/cuda"  #: where torch and DeepGEMM look for nvcc in the end
+NVCC = (12, 9)  #: the oldest with which vLLM's DeepGEMM compiles
+
+
+def build_tools(base: Mapping[str, str], nvcc: bool = False) -> dict[str, str]:
     """What a process that compiles kernels as it runs finds its tools by: PATH with this interpreter's directory first,
-    where ninja is though the environment is not activated."""
-    return {"PATH": os.pathsep.join((os.path.dirname(sys.executable), base.get("PATH", os.defpath)))}
+    where ninja is though the environment is not activated, and CUDA_HOME where DeepGEMM needs `nvcc`.
+
+    Raises:
+        UsageError: if no nvcc is new enough.
+    """
+    found = {"PATH": os.pathsep.join((os.path.dirname(sys.executable), base.get("PATH", os.defpath)))}
+    return found | ({"CUDA_HOME": _cuda_home({**base, **found})} if nvcc else {})
+
+
+def _cuda_home(base: Mapping[str, str]) -> str:
+    """The user's, or the first of nvcc on PATH, the usual place and what pip has installed."""
+    on_path = shutil.which("nvcc", path=base["PATH"])
+    places = [str(Path(on_path).resolve().parents[1])] if on_path else []
+    places += [CUDA, *filter(os.path.isdir, (f"{part}/nvidia/cu13" for part in sys.path))]
+    places = [base["CUDA_HOME"]] if base.get("CUDA_HOME") else places
+    for place in places:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run([f"{place}/bin/nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
+            version = re.search(r"release (\d+)\.(\d+)", said)
+            if version and tuple(map(int, version.groups())) >= NVCC:
+                return place
+    raise UsageError(
+        f"an engine with FP8 blocks compiles kernels with nvcc {NVCC[0]}.{NVCC[1]} or newer, and none is in "
+        f"{', '.join(places)}",
+        "load the site's CUDA module, set CUDA_HOME, or pip install nvidia-cuda-nvcc; before Hopper set "
+        "VLLM_USE_DEEP_GEMM=0, with which none is needed",
+    )
 
 
 #: the variable that moves a cache of code -> its folder.  All have their usual place in the home directory, which on a

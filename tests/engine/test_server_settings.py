@@ -30,6 +30,7 @@ from hpcrl.engine.server_settings import (
 )
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.run import gpu_environment
 from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.run.peers import IDLE, MeetingPeer
 from hpcrl.weights.update_backend import backend
@@ -332,6 +333,41 @@ def test_environment_of_a_server(model: str) -> None:
     )
     plain = server_environment(options(model), plan(options(model), Host("gpu1", 4)), 1, base, CUDA)
     assert not {"VLLM_BATCH_INVARIANT", "NCCL_ALGO"} & (set(plain) | set(cpu))
+
+
+def toolkit(root: Path, version: str) -> str:
+    """A CUDA toolkit with this nvcc, as its CUDA_HOME."""
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
+    (root / "bin" / "nvcc").chmod(0o755)
+    return str(root)
+
+
+def test_nvcc_of_engines_with_fp8_blocks(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepGEMM's kernels are compiled: by the user's toolkit, else the first that is new enough, pip's among them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gpu_environment, "CUDA", "/usual")
+    o = options(model)
+
+    def home(found: Build = CUDA, **base: str) -> str | None:
+        return server_environment(o, plan(o), 0, {"PATH": "/nowhere", **base}, found).get("CUDA_HOME")
+
+    assert home() is None
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    Path(model, "config.json").write_text(json.dumps(CONFIG | blocks))
+    assert home(CPU) is None and home(VLLM_USE_DEEP_GEMM="0") is None
+    with pytest.raises(UsageError, match=r"nvcc 12\.9 .*none is in /usual; .*nvidia-cuda-nvcc"):
+        home()
+    old = toolkit(tmp_path / "module", "12.4")
+    with pytest.raises(UsageError, match=f"none is in {old}, /usual"):
+        home(PATH=f"{old}/bin")
+    pip = toolkit(tmp_path / "nvidia" / "cu13", "13.5")
+    assert home(PATH=f"{old}/bin") == pip
+    new = toolkit(tmp_path / "newer", "12.9")
+    assert home(PATH=f"{new}/bin") == new
+    assert home(CUDA_HOME=new) == new
+    with pytest.raises(UsageError, match=f"none is in {old}; "):
+        home(CUDA_HOME=old)
 
 
 def test_every_engine_has_a_seed_of_its_own(model: str) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.groups import planned
 from hpcrl.plan import Plan
-from hpcrl.run.gpu_environment import Role
+from hpcrl.run.gpu_environment import CUDA, Role
 from hpcrl.utils.untrusted_files import MOST, parse_json, read_given_bytes, read_system
 
 PACKAGES = (
@@ -52,7 +52,6 @@ CPU = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part
 NVIDIA = Path("/proc/driver/nvidia")
 #: variables that choose a compiler, or what it makes
 CHOICES = ("CXX", "CC", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")
-CUDA = "/usr/local/cuda"  #: where torch looks for nvcc in the end
 AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
