@@ -225,7 +225,7 @@ class Options(
         """vLLM's level of sleep while the trainer trains; 0: nothing is sampled, and everything stays in memory."""
         if not self.takes_turns or self.offload_rollout is False:
             return 0
-        kept = self.vllm.get("enable_expert_parallel") or self.drafts_with_weights
+        kept = self.vllm.get("enable_eplb") or self.drafts_with_weights
         kept = kept or (self.lora_rank and self.lora_serve != "merged")  # no update would bring the weights again
         return 1 if kept else 2
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpcrl.engine.membership.http import TURN, HttpError, request_json
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -122,3 +123,20 @@ def test_the_rollout_process_sends_nothing_out_of_turn(tmp_path: Path) -> None:
     pool = EnginePool(RunDir(tmp_path), make_plan(options, local_hosts(options), "run"), options)
     with pytest.raises(OutOfTurn, match="state on the GPUs,"):
         pool.assign_engine("a prompt")
+
+
+def test_vllm_keeps_its_map_of_spread_experts() -> None:
+    """Asleep at level 2 it keeps the model's buffers and drops the rest: so its map of the experts is to be one, and its
+    layers hold the same tensor."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    parallel.ep_size, parallel.ep_rank, parallel.use_ep = 4, 1, True
+    places = ExpertMapManager(16, 2, 8, 0, None, parallel, "linear", enable_eplb=False)
+    layer = torch.nn.Module()
+    layer.expert_map_manager = places
+    RoutedExperts.update_expert_map_info(layer)
+    kept = dict(layer.named_buffers())["_expert_map"]
+    assert kept is places.expert_map and kept.tolist() == [-1, -1, 0, 1, -1, -1, -1, -1]

@@ -25,7 +25,8 @@ EXPERTS = {"vllm": {"enable_expert_parallel": True}}
         (SHARED, True, True, 2),
         (SHARED | {"offload_train": False}, True, False, 2),
         (SHARED | {"offload_rollout": False}, True, True, 0),
-        (SHARED | EXPERTS, True, True, 1),
+        (SHARED | EXPERTS, True, True, 2),
+        (SHARED | {"vllm": {"enable_expert_parallel": True, "enable_eplb": True}}, True, True, 1),
         (SHARED | {"debug_rollout_only": True}, False, False, 0),
     ],
 )

@@ -323,7 +323,7 @@ def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
     kept = trainer.gpu["update buffers"]
     assert kept and engine.total + trainer.allowed + kept == found[SAMPLES] < engine.total + 4 * GIB
     assert put_away(options, trainer, engine) == trainer.gpu["weights"] + trainer.gpu["optimizer"]
-    light = options.model_copy(update={"vllm": {**options.vllm, "enable_expert_parallel": True}})
+    light = options.model_copy(update={"vllm": {**options.vllm, "enable_eplb": True}})
     assert put_away(light, trainer, engine) == put_away(options, trainer, engine) + engine.gpu["weights"]
     assert warned(vllm={"gpu_memory_utilization": 0.7}) == ""
     said = warned(vllm={"gpu_memory_utilization": 0.97})
@@ -609,7 +609,7 @@ def test_hosts_that_are_too_small() -> None:
     copied = options.model_copy(update={"non_persistent_save_interval": 1})
     assert refusal(copied, needed + 1).endswith("give --non-persistent-save-interval 0")
     assert refusal(options, 100).endswith("give the trainer more hosts")
-    kept = {"vllm": background.vllm | {"enable_expert_parallel": True}}  # engines keep their weights on the host
+    kept = {"vllm": background.vllm | {"enable_eplb": True}}  # engines keep their weights on the host
     large = background.model_copy(update=kept | {"actor_num_gpus_per_node": 16})
     assert any(line.startswith("warn: 16 trainer ranks take") for line in memory_lines(large, family, config))
 
