@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,22 @@ def test_the_gpu_lock_fits_the_extras() -> None:
     for requirement in map(Requirement, [*asked, *PROJECT["dependencies"]]):
         if requirement.name != PROJECT["name"]:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+
+
+def test_no_two_locked_packages_own_a_file() -> None:
+    """Which of the two is there would depend on the order of installation.
+
+    Of what is installed here by the files themselves. Of the lock for GPUs, whose wheels take gigabytes, by the one pair
+    that is known: cuda-python before 13 holds 33 files of cuda-bindings 13.5, and a later one none.
+    """
+    owners: dict[str, str] = {}
+    for package in distributions():
+        name = package.name
+        for path, *_ in csv.reader((package.read_text("RECORD") or "").splitlines()):
+            if ".dist-info/" not in path:
+                assert owners.setdefault(path, name) == name, path
+    versions = dict(locked("gpu").keys())
+    assert "cuda-bindings" in versions and int(versions["cuda-python"].partition(".")[0]) >= 13
 
 
 @pytest.mark.parametrize(("suits", "chosen"), [(True, "/usr/bin/python3"), (False, "python3")])
