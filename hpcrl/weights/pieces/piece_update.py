@@ -116,6 +116,8 @@ class PieceUpdate:
         update_group = UpdateGroup(
             self.host, self.store.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl, backend == IPC
         )
+        if wired and not self.options.takes_turns:  # NCCL may wait for kernels of a sample that wait for other GPUs
+            self.fleet.post("pausing", "/pause?mode=keep")
         bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._join_commands(plan, plans, update_group)]
         pending = _Joining(self.fleet, bodies)
         command = {

@@ -8,18 +8,22 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.utils.deadline import Deadline
+from hpcrl.weights.pieces import piece_update
 from hpcrl.weights.pieces.choose_transport import choose_transport
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire
 from hpcrl.weights.pieces.peer_transport import LEFT
+from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.pieces.wire import DATA, UpdateGroup
+from hpcrl.weights.redistribution.layouts import whole
 from tests.weights.pieces.test_pieces import closed, members  # noqa: F401
 
 DEVICE = torch.device("cpu")
@@ -154,3 +158,51 @@ def test_joining_ends_when_a_member_leaves(nccl: Nccl) -> None:
     while (nccl.made == 0 or nccl.open) and not deadline.over:
         time.sleep(0.05)
     assert nccl.made == 1 and not nccl.open, "what came of it after all is ended"
+
+
+class SamplingFleet:
+    """One engine that samples until it is paused, and asks of every call to a worker whether it does.
+
+    Attributes:
+        joined: whether it sampled while its worker, and the ranks, joined.
+    """
+
+    engines = (None,)
+    seconds = 20.0
+
+    def __init__(self) -> None:
+        self.samples = True
+        self.joined: list[bool] = []
+
+    def post(self, phase: str, path: str, body: Any = None) -> None:
+        self.samples = self.samples and not path.startswith("/pause")
+
+    def post_all(self, phase: str, path: str, bodies: list[dict[str, Any]]) -> Any:
+        self.joined.append(self.samples)
+        done: Future[Any] = Future()
+        done.set_result({"results": [{"joined": True}]})
+        return types.SimpleNamespace(futures=[done], check=lambda: None, results=lambda: [done.result()])
+
+
+@pytest.mark.parametrize(
+    ("backend", "shared", "samples"),
+    [("hpcrl_nccl", False, False), ("hpcrl_nccl", True, True), ("hpcrl_gloo", False, True)],
+)
+def test_nothing_is_sampled_as_communicators_are_made(
+    monkeypatch: pytest.MonkeyPatch, backend: str, shared: bool, samples: bool
+) -> None:
+    """Its kernels and NCCL's start could wait for each other; an engine that takes turns sleeps, and is not paused."""
+    monkeypatch.setattr(piece_update, "unique_id", lambda: b"name")
+    need = {"shape": [8, 4], "dtype": "float32", "same_as": None, "rows": [[0, 8]], "columns": None}
+    worker = {"worker": "w", "where": "b", "backend": backend, "opaque": [], "unseen": {}, "tensors": {"t": need}}
+    options = Options(colocate=shared, rollout_num_gpus=1)
+    fleet = SamplingFleet()
+    update = piece_update.PieceUpdate(fleet, [[worker]], options, None, "127.0.0.1")
+    source = types.SimpleNamespace(
+        describe=lambda: ({"t": HeldTensor((8, 4), (whole((8, 4), [0]),))}, ["a"]),
+        join=lambda command, plan: fleet.joined.append(fleet.samples),
+        abort=lambda: None,
+    )
+    update._connect(source)
+    update.forget()
+    assert len(fleet.joined) > 1 and set(fleet.joined) == {samples}
