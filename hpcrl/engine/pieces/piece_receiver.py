@@ -71,21 +71,24 @@ class PieceReceiver:
         self.assembly.start_update()
         number = 0
         rounds = self.receive_plan.rounds or ((),)  # a worker that needs nothing has one empty round, its last
-        arriving: dict[tuple[int, int], Transfer] = {}
+        heard: dict[int, dict[int, Transfer]] = {}
+        coming: dict[int, list[Transfer]] = {}
         for turn in range(HALVES):
-            arriving |= self._hear_of(turn) | self._expect(turn)
+            heard[turn] = self._hear_of(turn)
+            coming[turn] = self._expect(turn)
         for turn, messages in enumerate(rounds):
-            handed: list[Transfer] = []
             complete: list[tuple[str, torch.Tensor]] = []
-            arriving |= self._hear_of(turn + HALVES)
-            for place, message in enumerate(messages):
-                transfer = arriving.pop((turn, place))
+            heard[turn + HALVES] = self._hear_of(turn + HALVES)
+            for transfer in coming[turn]:
                 transfer.wait()
-                if not message.near and self.host_leader:
-                    handed += self._announce()
+            handed = self._announce() if coming.pop(turn) else []
+            ready = heard.pop(turn)
+            for place, message in enumerate(messages):
+                if transfer := ready.pop(self._source(message), None):
+                    transfer.wait()
                 complete += self.assembly.read_message(number + place, self._bytes(message))
-                if not self.assembly.borrowable:
-                    handed += self._done_with(message)
+            if not self.assembly.borrowable:
+                handed += self._done_with(*messages)
             number += len(messages)
             try:
                 self._load(load, complete, turn == len(rounds) - 1)
@@ -94,7 +97,7 @@ class PieceReceiver:
                     self._end_round(messages, handed)
                 raise
             self._end_round(messages, handed)
-            arriving |= self._expect(turn + HALVES)
+            coming[turn + HALVES] = self._expect(turn + HALVES)
 
     def _end_round(self, messages: tuple[Message, ...], handed: list[Transfer]) -> None:
         """Tell all senders that a round is read, and wait until they have received it."""
@@ -115,31 +118,28 @@ class PieceReceiver:
             self.assembly.settle()
 
     def _done_with(self, *messages: Message) -> list[Transfer]:
-        """Tell the members in whose memory messages lie that these are read."""
-        sources = [self._source(message) for message in messages if message.near or not self.host_leader]
+        """Tell the members in whose memory messages of a round lie that these are read."""
+        sources = dict.fromkeys(self._source(message) for message in messages if message.near or not self.host_leader)
         if sources:
             self.transport.settle()
         return [self.transport.tell(source, DONE) for source in sources]
 
-    def _hear_of(self, turn: int) -> dict[tuple[int, int], Transfer]:
-        """Begin to receive the announcements of a round that lies in memory of others, by position.
+    def _hear_of(self, turn: int) -> dict[int, Transfer]:
+        """Begin to receive the announcements of a round that lies in memory of others, by member.
 
         This happens before they can be sent: what has a receive posted arrives at once; for the rest gloo asks first,
         and its thread spins until we answer.
         """
-        return {
-            (turn, place): self.transport.hear(self._source(message), READY)
-            for place, message in enumerate(self._messages(turn))
-            if message.near or not self.host_leader
-        }
+        sources = (self._source(message) for message in self._messages(turn) if message.near or not self.host_leader)
+        return {source: self.transport.hear(source, READY) for source in dict.fromkeys(sources)}
 
-    def _expect(self, turn: int) -> dict[tuple[int, int], Transfer]:
+    def _expect(self, turn: int) -> list[Transfer]:
         """Begin to receive what comes over sockets in a round."""
-        found = {
-            (turn, place): self.transport.receive(self._bytes(message), message.sender, DATA)
-            for place, message in enumerate(self._messages(turn))
+        found = [
+            self.transport.receive(self._bytes(message), message.sender, DATA)
+            for message in self._messages(turn)
             if self.host_leader and not message.near
-        }
+        ]
         self.transport.flush()
         return found
 
@@ -147,7 +147,7 @@ class PieceReceiver:
         return self.receive_plan.rounds[turn] if turn < len(self.receive_plan.rounds) else ()
 
     def _announce(self) -> list[Transfer]:
-        """Tell the other workers of this host that a message is there."""
+        """Tell the other workers of this host that the messages of a round are there."""
         self.transport.flush()
         told = [self.transport.tell(worker, READY) for worker in self.other_workers]
         return told + [self.transport.hear(worker, DONE) for worker in self.other_workers]

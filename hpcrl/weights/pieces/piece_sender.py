@@ -90,16 +90,26 @@ class PieceSender:
             _wait(under_way[half])
             under_way[half] = []
             landing = [(packed, self._take_in(packed)) for packed in found if packed.source != self.transport.me]
+            # workers of this host, each told once that its messages of the round are here
+            readers: dict[int, None] = {}
             for packed in found:
+                to = self.targets[packed.destination]
                 if packed.source != self.transport.me:
+                    readers |= dict.fromkeys(to.workers)
                     continue
                 self._pack(numbers, packed)
-                under_way[half] += self._dispatch(packed)
+                if to.near:
+                    readers |= dict.fromkeys(to.workers)
+                elif packed.nbytes:
+                    under_way[half].append(self.transport.send(self._bytes(packed), to.taker, DATA))
                 sent += int(packed.pieces[:, NBYTES].sum())
             self.transport.flush()
-            for packed, arriving in landing:
+            for _, arriving in landing:
                 arriving.wait()
-                under_way[half] += self._announce(packed)
+            if readers:
+                self.transport.settle()
+            under_way[half] += [self.transport.tell(worker, READY) for worker in readers]
+            under_way[half] += [self.transport.hear(worker, DONE) for worker in readers]
         for transfers in under_way:
             _wait(transfers)
         return sent
@@ -116,22 +126,9 @@ class PieceSender:
             out = buffer[place : place + piece[NBYTES]].view(getattr(torch, numbers.dtypes[name]))
             numbers.write(name, (top, bottom, left, right), out.view(bottom - top, right - left))
 
-    def _dispatch(self, packed: PackedShards) -> list[Transfer]:
-        to = self.targets[packed.destination]
-        if not to.near:
-            return [self.transport.send(self._bytes(packed), to.taker, DATA)] if packed.nbytes else []
-        self.transport.settle()
-        return self._announce(packed)
-
     def _take_in(self, packed: PackedShards) -> Transfer:
         """Begin to receive what another host's rank has for workers of this one."""
         return self.transport.receive(self._bytes(packed), packed.source, DATA)
-
-    def _announce(self, packed: PackedShards) -> list[Transfer]:
-        """Tell the workers of this host that a message is in this rank's memory; it is read once all have answered."""
-        to = self.targets[packed.destination]
-        told = [self.transport.tell(worker, READY) for worker in to.workers]
-        return told + [self.transport.hear(worker, DONE) for worker in to.workers]
 
     def close(self) -> None:
         """Give up the memory, and leave the group."""

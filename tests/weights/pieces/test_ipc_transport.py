@@ -74,12 +74,12 @@ class SlowMemory(HostMemory):
 
 
 class WatchedPost(IpcTransport):
-    """Refuses to say that something is ready (to each worker once) or done before the device has ended it."""
+    """Refuses to say that something is ready or done, to each member once, before the device has ended it."""
 
     def tell(self, to: int, tag: int) -> Transfer:
         assert isinstance(self.exported_memory.memory, SlowMemory)
         last = self.exported_memory.memory.last
-        assert last.seen and (to not in last.told if tag == READY else tag == DONE and not last.told)
+        assert last.seen and to not in last.told and tag in (READY, DONE)
         last.told.append(to)
         return super().tell(to, tag)
 

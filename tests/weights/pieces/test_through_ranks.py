@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -12,11 +13,23 @@ import torch
 from hpcrl.engine.pieces.part_tensor import PartTensor
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.pieces.ipc_transport import IpcTransport
+from hpcrl.weights.pieces.peer_transport import Transfer
 from hpcrl.weights.redistribution.layouts import Worker
 from hpcrl.weights.redistribution.plan import Redistribution, carriers, find_destinations, redistribute
 from tests.support.layouts import Case, random_case
 from tests.weights.pieces.test_device_transport import GlooWire
 from tests.weights.pieces.test_pieces import boxes_of, closed, members, rank_side, worker_side  # noqa: F401
+
+
+@dataclass
+class CountedPost(IpcTransport):
+    """Counts what it tells others."""
+
+    told: int = 0
+
+    def tell(self, to: int, tag: int) -> Transfer:
+        self.told += 1
+        return super().tell(to, tag)
 
 
 def several_hosts(family: str) -> tuple[Case, Redistribution]:
@@ -39,18 +52,18 @@ def test_every_worker_of_every_host(family: str) -> None:
     assert all(message.near for box in plans for message in box.messages())
     words, wires = (members(ranks + len(case.workers), ranks) for _ in range(2))
     ends = [
-        IpcTransport(a.group, a.me, ranks, 20, wire=GlooWire(b.group) if a.me < ranks else None)
+        CountedPost(a.group, a.me, ranks, 20, wire=GlooWire(b.group) if a.me < ranks else None)
         for a, b in zip(words, wires, strict=True)
     ]
 
-    def rank(transport: IpcTransport) -> tuple[list[int], int]:
+    def rank(transport: CountedPost) -> tuple[list[int], int]:
         sender, numbers = rank_side(case, plan, plans, transport)
         sent = [sender.send(numbers)]
         for tensor in {id(own.parameter): own.parameter for own in numbers.own.values()}.values():
             tensor.mul_(-1.5)
         return [*sent, sender.send(numbers)], sender.memory.size
 
-    def worker(transport: IpcTransport) -> list[dict[str, torch.Tensor]]:
+    def worker(transport: CountedPost) -> list[dict[str, torch.Tensor]]:
         reader = worker_side(case, plan, plans, transport)
         assert reader.memory is None, "all is read in memory of ranks"
         got: list[dict[str, torch.Tensor]] = []
@@ -70,6 +83,10 @@ def test_every_worker_of_every_host(family: str) -> None:
     assert sum(first for (first, _), _ in answers) == plan.sent().sum()
     assert all(first == again for (first, again), _ in answers)
     assert max(memory for _, memory in answers) <= 4 * plan.limit
+    pairs = [{message.sender for message in messages} for box in plans for messages in box.rounds for _ in box.workers]
+    once = 2 * sum(map(len, pairs))
+    assert sum(end.told for end in ends[:ranks]) == sum(end.told for end in ends[ranks:]) == once, "a round, both ways"
+    assert once < 2 * sum(len(box.workers) * len(list(box.messages())) for box in plans)
     for turn in range(2):
         for (number, name), (rows, columns) in case.spans.items():
             expected = cut(torch.from_numpy(case.tensors[name]).float() * (-1.5) ** turn, rows, columns)
