@@ -17,7 +17,15 @@ from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
 from hpcrl.planning.formulas.nccl_memory import gpu_transfer
 from hpcrl.planning.formulas.parameters import whole_model
-from hpcrl.planning.memory.weight_update import Update, WholeUpdate, in_pieces, predict, update_lines
+from hpcrl.planning.memory.weight_update import (
+    PIECE,
+    WORDS,
+    Update,
+    WholeUpdate,
+    in_pieces,
+    predict,
+    update_lines,
+)
 from hpcrl.weights.pieces.messages import receive_plans
 from hpcrl.weights.pieces.wire import UpdateGroup, WorkerJoinCommand, read_join_command, write_join_command
 from hpcrl.weights.update_backend import backend
@@ -70,6 +78,18 @@ def test_355b_in_less_than_five_seconds_each_byte_once() -> None:
     assert "a trainer card sends 22.84 GB at most" in text
     assert "card of an engine" in text and "22.06 GB at most" in text
     assert f"{found.seconds:.2f}" in text and "busiest card's link of 400 Gb/s" in text
+
+
+def test_messages_of_an_update_take_time() -> None:
+    """Of 355B on 64 shared GPUs more than its bytes: 18,744 pieces and 2,429 words each way for a worker."""
+    options, found = of_recipe("glm-4.5-355b-64gpu")
+    assert found.work == pytest.approx(18_744 * PIECE + 2_400 * WORDS, rel=0.03) and found.work > 4 * found.seconds
+    assert f"{found.work:.1f} s for a worker" in "\n".join(update_lines(found))
+    small = options.model_copy(update={"update_weight_buffer_size": options.update_weight_buffer_size // 4})
+    plan = make_plan(small, [Host(f"n{i}", 8) for i in range(8)], "run")
+    config = MODELS["GLM-4.5"][1] | {"quantization_config": {"quant_method": "fp8"}}
+    more = in_pieces(small, find_family(config, ""), config, plan, "hpcrl_ipc")
+    assert more.work > found.work and more.seconds == pytest.approx(found.seconds, rel=0.1), "more rounds"
 
 
 def test_what_an_engine_is_told_of_355b_is_small() -> None:
