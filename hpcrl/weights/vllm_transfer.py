@@ -131,6 +131,7 @@ class VllmUpdate:
         packing = {"packed": PACKED, "packed_buffer_size_bytes": self.options.update_weight_buffer_size}
         common = {"world_size": 1 + sum(workers), "nccl_unique_id_b64": base64.b64encode(name).decode()} | packing
         bodies = [{"init_info": common | {"rank_offset": 1 + sum(workers[:at])}} for at in range(len(workers))]
+        self.fleet.post("pausing", "/pause?mode=keep")  # NCCL may wait for kernels of a sample
         pending = self.fleet.post_all("the weight transfer's init", "/init_weight_transfer_engine", bodies)
         device = current_device()
 

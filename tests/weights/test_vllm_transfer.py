@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hpcrl.engine.membership.broadcast import EngineBroadcast
 from hpcrl.engine.membership.http import Address
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import HpcrlError
@@ -47,6 +48,11 @@ def rank_side(
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
     load_hf(policy, wide)
     exporter = WeightExporter(policy, make_patient(options), "127.0.0.1", options.hf_checkpoint)
+    asked: list[str] = []
+    post_all = EngineBroadcast.post_all
+    EngineBroadcast.post_all = lambda fleet, phase, path, *more: (
+        asked.append(path) or post_all(fleet, phase, path, *more)
+    )  # type: ignore[method-assign]
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
         sender.connect([Engine.at(address, index) for index, address in enumerate(addresses)])
@@ -54,6 +60,9 @@ def rank_side(
     for version in range(1, 1 + UPDATES):
         change(policy, version, 1)
         found.append(sender.publish(exporter.stream(), version))
+    if ranks.rank == 0:
+        before = asked[: asked.index("/init_weight_transfer_engine")]
+        assert before[-1] == "/pause?mode=keep", "nothing is sampled while NCCL starts"
     if spoil and ranks.rank == 0:
         assert isinstance(sender.update, vllm_transfer.VllmUpdate) and sender.update.tensors is not None
         sender.update.tensors.shapes.pop(spoil)

@@ -48,6 +48,7 @@ class Update:
     plan: Redistribution
     transfer: str
     link: float
+    instead: WholeUpdate | None = None  #: the other way that could be taken
 
     @property
     def seconds(self) -> float:
@@ -80,6 +81,7 @@ class WholeUpdate:
     bytes: int
     messages: int
     link: float
+    instead: Update | None = None  #: the other way that could be taken
 
     @property
     def seconds(self) -> float:
@@ -105,15 +107,19 @@ def predict(
     Raises:
         UsageError: for a --weight-transfer that cannot be there.
     """
-    from hpcrl.weights.update_backend import route  # imports ZeroMQ, which a dry run does not need
+    from hpcrl.weights.update_backend import NCCL, route  # imports ZeroMQ, which a dry run does not need
 
     if served_as(options, family, config) == "adapter":
         return AdapterUpdate(adapter_parameters(options, family, config) * (2 if options.bf16 else 4))
     found = route(options, plan, cpu=not options.bf16)
+    size = _bytes(options, family, config)
+    whole = WholeUpdate(found.transfer, size, -(-size // options.update_weight_buffer_size), link)
+    if found.whole and found.transfer != "vllm":
+        return whole
+    pieces = in_pieces(options, family, config, plan, NCCL if found.whole else found.backend, link)
     if found.whole:
-        size = _bytes(options, family, config)
-        return WholeUpdate(found.transfer, size, -(-size // options.update_weight_buffer_size), link)
-    return in_pieces(options, family, config, plan, found.backend, link)
+        return replace(whole, instead=pieces)
+    return replace(pieces, instead=replace(whole, transfer="vllm")) if found.transfer == "nccl" else pieces
 
 
 def _bytes(options: Options, family: Family, config: Config) -> int:
@@ -330,6 +336,11 @@ def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
         yield f"  {update.bytes / GB:.1f} GB {WHOLE[update.transfer]} (--weight-transfer {update.transfer})"
         if update.transfer == "vllm":
             yield f"  {update.seconds:.2f} s through a link of {update.link:g} Gb/s, in {update.messages} broadcasts"
+        if (other := update.instead) is not None:
+            yield (
+                f"  --weight-transfer {other.transfer} instead: {other.plan.sent().sum() / GB:.1f} GB from all ranks, "
+                f"{other.seconds:.2f} s, in {len(other.plan.sender)} pieces"
+            )
         return
     plan = update.plan
     sent = plan.sent()
@@ -346,6 +357,12 @@ def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
         f"  {update.seconds:.2f} s through the busiest card's link of {update.link:g} Gb/s, and {update.work:.1f} s "
         f"for a worker's pieces and messages (by CPUs' times), in {plan.rounds} rounds"
     )
+    if update.instead is not None:
+        whole = update.instead
+        yield (
+            f"  --weight-transfer vllm instead: {whole.bytes / GB:.1f} GB from rank 0, {whole.seconds:.2f} s, in "
+            f"{whole.messages} broadcasts"
+        )
     packed, taken = plan.largest()
     yield (
         f"  extra memory: {2 * packed / 2**30:.2f} GiB on a trainer rank, "

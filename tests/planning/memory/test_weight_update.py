@@ -249,7 +249,8 @@ def test_the_way_of_each_recipe(name: str) -> None:
     _, hosts, transfer = RECIPES[name]
     assert found.transfer == transfer == gpu_transfer(options), "the estimate of memory knows of it"
     if isinstance(found, WholeUpdate):
-        assert found.seconds < 1
+        assert found.seconds < 1 and found.instead is not None and found.instead.transfer == "nccl"
+        assert f"in {len(found.instead.plan.sender)} pieces" in "\n".join(update_lines(found))
         return
     made = found.plan
     assert made.ranks == options.world_size
