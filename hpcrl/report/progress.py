@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpcrl.report.curves import series
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import measure, parse_record, step_rows
+from hpcrl.report.not_learning import WINDOW, not_learning
 from hpcrl.report.run_status import awaited
 from hpcrl.report.status_text import on_terminal
 from hpcrl.run.peers import TrainerPeer, find
@@ -61,6 +63,8 @@ class Progress:
         self._line = ""
         self._working = False
         self._warned = False
+        self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._noted: set[str] = set()
         self._awaits = ""
         self._bar = _bar(strip_control(title), total)
         self._closed = False
@@ -81,6 +85,7 @@ class Progress:
             for row in filter(None, map(parse_record, lines)):
                 if step_rows([row]):
                     self.latest = row
+                    self._note(row)
                     self.done = row["rollout_id"] + 1
                 if found := series([row], {"*": "eval/*/accuracy"}):
                     self.accuracy |= {name: y[-1] for name, (_, y) in found.items()}
@@ -91,6 +96,14 @@ class Progress:
             self.done = max(self.done, trainer.start)
             self._warn()
         self._awaits = "" if self.latest else awaited(self.rundir)
+
+    def _note(self, row: dict[str, Any]) -> None:
+        """Say once what shows that nothing is learned."""
+        self._rows.append(row)
+        found = not_learning(list(self._rows))
+        for metric in found.keys() - self._noted:
+            say(f"note: {found[metric]}")
+        self._noted |= found.keys()
 
     def _warn(self) -> None:
         """Say once what this attempt has passed over when it resumed."""

@@ -19,6 +19,7 @@ import msgspec
 from hpcrl.errors import HpcrlError
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import WINDOW, evaluated, measure, number, seconds_left, step_rows, step_time
+from hpcrl.report.not_learning import not_learning
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.run.attempt_log import Fault
@@ -128,7 +129,8 @@ def judge_run(
             stage.note_gap()
             stage.note_passed_over()
             status.faults = stage.faults
-            status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
+            rows = stage.rows(*LONG)
+            status.failed_gradings = [*failed_gradings(stage.root, rows), *not_learning(rows).values()]
             status.sandboxes = sandbox_line(stage.rows(*LONG))
         status.stages = run.planned
         if phase == "starting" and message != RESTARTED and stage and stage.attempt is not None:

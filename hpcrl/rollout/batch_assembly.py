@@ -169,7 +169,13 @@ def _schedule(lengths: np.ndarray, sizes: list[int], options: Options) -> Schedu
 
 
 def batch_metrics(
-    rollout: Rollout, version: int, seconds: float, sampled: bool = True, gpus: int = 0, dropped: Sequence[Sample] = ()
+    rollout: Rollout,
+    version: int,
+    seconds: float,
+    sampled: bool = True,
+    gpus: int = 0,
+    dropped: Sequence[Sample] = (),
+    unknown: int | None = None,
 ) -> dict[str, float]:
     """What to log about a rollout that took `seconds` and is consumed by a trainer at `version`; lengths in tokens.
 
@@ -177,6 +183,7 @@ def batch_metrics(
         sampled: False: the responses are labels to learn, of which only lengths are worth logging.
         gpus: of the run's own engines; 0: none are known.
         dropped: samples that were finished, too, and of which only failed gradings are counted.
+        unknown: the tokenizer's token for what it does not know.
     """
     samples = rollout.samples()
     lengths = np.asarray([s.response_length for s in samples])
@@ -193,6 +200,9 @@ def batch_metrics(
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples, dropped).items()}
     if lost := sum(sample.metadata.get(UNSAMPLED, 0) for sample in samples):
         found[f"rollout/{UNSAMPLED}"] = float(lost)
+    if unknown is not None:
+        prompts = np.concatenate([s.array("tokens")[: -s.response_length or None] for s in samples])
+        found["rollout/unknown_ratio"] = float(np.mean(prompts == unknown)) if len(prompts) else 0.0
     if samples[0].has("teacher_log_probs"):
         found["rollout/opd_teacher_errors"] = float(sum(bool(s.teacher_error) for s in samples))
     rate = float(lengths.sum()) / max(seconds, 1e-9)

@@ -276,6 +276,7 @@ class PolicyRollouts:
             sampled=self.work.samples,
             gpus=self.options.sampling_gpus,
             dropped=made.dropped,
+            unknown=self.work.tokenizer.unknown,
         )
         metrics |= (
             self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics

@@ -104,6 +104,9 @@ def test_metrics() -> None:
     )
     assert all(type(value) is float for value in found.values())
     assert batch_metrics(rollout, version=7, seconds=2.0, gpus=4)["perf/tokens_per_sec_per_gpu"] == 3.5
+    prompts = np.concatenate([s.array("tokens")[: -s.response_length] for s in rollout.samples()])
+    unknown = batch_metrics(rollout, version=7, seconds=2.0, unknown=int(prompts[0]))["rollout/unknown_ratio"]
+    assert 0 < unknown == np.mean(prompts == prompts[0])
     labels = batch_metrics(rollout, version=7, seconds=2.0, sampled=False)
     assert set(labels) == {f"rollout/response_len/{name}" for name in ("mean", "max", "min")} | {"perf/rollout_time"}
     same = Rollout(0, 5, groups(2), 2)

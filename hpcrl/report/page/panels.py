@@ -51,7 +51,7 @@ MORE = (
 #: metrics that hpcrl itself logs, those of a held-out set without eval/NAME/ before them
 _OURS = re.compile(
     r"rollout_id|time|policy_version|(?:data|perf|sandbox|train|staleness)/.*|rollout/(?:reward|raw_reward|reward_errors|reward_timeouts|"
-    r"truncated_ratio|zero_std|opd_teacher_errors|opd_reverse_kl|requests_limit|unsampled_tokens|spec_accept_(?:rate|length)|(?:ref_|teacher_)?log_probs|values|advantages|returns|"
+    r"truncated_ratio|unknown_ratio|zero_std|opd_teacher_errors|opd_reverse_kl|requests_limit|unsampled_tokens|spec_accept_(?:rate|length)|(?:ref_|teacher_)?log_probs|values|advantages|returns|"
     r"response_len/.*|reward/.*|groups_.*|dynamic_filter/.*)"
 )
 _OURS_HELD_OUT = re.compile(

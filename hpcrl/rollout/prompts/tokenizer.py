@@ -56,6 +56,7 @@ class Tokenizer:
             )
         self.context: int | None = config.get("max_position_embeddings")
         self._hf = _load(self.directory)
+        self.unknown: int | None = self._hf.unk_token_id
         self.template_kwargs: dict[str, Any] = {}
         self._visible: dict[str, bool] = {}  # character -> whether it has a token
         self._check_vocabulary()
