@@ -37,7 +37,7 @@ help-dev:
 	@echo "make planted      show that tests notice the ten faults of tests/planted"
 	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
 	@echo "make trainer-312  the tests of trainer ranks, conversions and models there"
-	@echo "make trackers     hpcrl sync with the real wandb, trackio and mlflow, each on this machine"
+	@echo "make trackers     hpcrl report --to with the real wandb, trackio and mlflow, each on this machine"
 	@echo "make docs         write docs/options.md again"
 	@echo "make sbatch       write the scripts of sbatch/ again"
 	@echo "make lock         write the hashes in requirements/*.lock again, after a pin has changed"

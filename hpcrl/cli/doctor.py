@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.cli.awaited_job import run_job, short_script
+from hpcrl.cli.recipe_argument import choose_recipe
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
@@ -115,10 +116,8 @@ def main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     overrides, given, words = parse_flags(argv, OWN)
-    if len(words) > 1:
-        raise UsageError(f"more than one recipe: {' '.join(words)}", "see hpcrl doctor --help")
     site = from_flags(given)
-    recipe = load_recipe(words[0]) if words else None
+    recipe = load_recipe(choose_recipe(words, None, "hpcrl doctor")) if words else None
     asked = bool(given.keys() & {*FLAGS, "nodes"} or os.environ.get("HPCRL_SITE"))
     case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides), recipe, asked)
     findings = []

@@ -19,43 +19,46 @@ from hpcrl.utils.plain_text import strip_control
 HELP = """\
 hpcrl: reinforcement-learning post-training of language models as a plain batch job
 
-  hpcrl init NAME [--task T] [--model DIR]     a folder of your own: recipe, data, a reward with a test; hpcrl run there
+first steps
+  hpcrl init NAME [--task T] [--model DIR]     make a folder of your own: a recipe, data, a reward with its test
+  hpcrl try RECIPE.toml                        sample and grade a few prompts, and show them token by token
   hpcrl run RECIPE.toml [--option value ...]   run a recipe on this machine
-  hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
-  hpcrl run --help                             the options of a first run; --help-all: every one
-  hpcrl submit RECIPE.toml [--site S]          run it as one batch job (Slurm); --dry-run shows plan, script, command
-  hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
-  hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts, train nothing; --site S: as a job
-  hpcrl resume RUN                             resume a run the way it was started
-  hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
-  hpcrl rehearse RECIPE.toml                   its distinct ranks take a step on tensors without content
-  hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
-  hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script, unchanged; also run, plan, launch
-  hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
-  hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
-  hpcrl selftest [--site S] [--hosts N]        numbers, transports and memory on your hardware: passed, failed, skipped
-  hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
-  hpcrl status [RUN]                           what runs are doing: all of them, or one in full
-  hpcrl try RECIPE.toml                        a few prompts, sampled and graded: as rendered, token by token
-  hpcrl watch RUN                              the status of one run, live, until it ends
-  hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
-  hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
-  hpcrl engines RUN                            its engines; engines serve: one of no run
-  hpcrl report RUN [-o FILE] [--trace]         one HTML file: curves, timeline, cost, samples; or a trace for Perfetto
-  hpcrl sync RUN --to wandb|trackio|mlflow     send its curves, options and samples there, from where there is a network
-  hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
-  hpcrl options [--json|--schema]              every option: a table, JSON, a schema for editors; --megatron, --vllm
-  hpcrl completion bash|zsh|fish               the script by which a shell completes all this
+  hpcrl run RECIPE.toml --dry-run              show plan and options of each stage; start nothing
+  hpcrl run --help                             list the options of a first run; --help-all: every option
+your runs
+  hpcrl status [RUN]                           list all runs, or show one in full
+  hpcrl watch RUN                              follow one run until it ends
+  hpcrl logs RUN [--role R] [--host H] [-f]    print what its processes log
+  hpcrl samples RUN [--step N] [--worst]       print prompts, responses and rewards; --diff A B: of two steps or runs
+  hpcrl report RUN [-o FILE] [--trace]         write a page with curves, costs and samples; or a trace for Perfetto
+  hpcrl report RUN --to wandb|trackio|mlflow   send curves, options and samples there
+  hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN ends it without saving
+  hpcrl resume RUN                             continue a run from its last checkpoint
+  hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts; --site S: as a job
+  hpcrl convert WHAT ...                       convert a checkpoint: to-torch-dist, to-hf, to-fp8
+cluster
+  hpcrl submit RECIPE.toml [--site S]          submit a recipe as one batch job of Slurm; --dry-run: show the script
+  hpcrl launch RECIPE.toml --hostfile FILE     run a recipe over the machines of a hostfile with mpirun
+  hpcrl plan RECIPE.toml [--hostfile FILE]     show ranks, hosts, GPUs, parallel groups and memory
+  hpcrl rehearse RECIPE.toml                   try one training step on fake tensors, without GPUs
+  hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   check that login node, site and nodes have what a run needs
+  hpcrl selftest [--site S] [--hosts N]        test numbers, transports and memory on your hardware
+  hpcrl hostfile FILE [--to DIALECT]           explain a hostfile, or write it for another launcher
+more
+  hpcrl import SCRIPT.sh > RECIPE.toml         turn a run script of slime's or vime's into a recipe
+  hpcrl submit [--site S] -- ARGUMENTS ...     take the arguments of such a script unchanged; also run, plan, launch
+  hpcrl engines RUN                            list the engines of a run; engines serve starts one without a run
+  hpcrl options [--json|--schema]              list every option: as a table, JSON, a schema; --megatron, --vllm
+  hpcrl completion bash|zsh|fish               print the script by which a shell completes commands and options
   hpcrl --version
-
 examples
   hpcrl run examples/quickstart.toml
   hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --eval-interval 5 --run-dir runs/short
   hpcrl run examples/quickstart.toml --recompute-granularity selective --vllm-max-num-seqs 64
 
-A recipe is a TOML file whose keys are options; a flag overrides it, --STAGE.option in that stage. Without one, run,
-plan, submit and launch take recipe.toml of this directory. Ctrl-C or SIGTERM saves a checkpoint and ends; a second one
-ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
+A recipe is a TOML file, or the folder of it that init made; without one, recipe.toml of this directory. Its keys are
+options; a flag overrides a key, --STAGE.option in that stage. Ctrl-C or SIGTERM saves and ends, a second one ends
+without saving. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-#: what other tools call a command -> the command
-SYNONYMS = {"train": "run", "compare": "report", "ps": "status", "kill": "cancel", "export": "convert"}
+#: what other tools call a command:the command
+SYNONYMS = (
+    "train:run start:run evaluate:eval ps:status ls:status list:status tail:logs compare:report sync:report "
+    "kill:cancel continue:resume sbatch:submit mpirun:launch check:doctor export:convert"
+)
 
 
 def command(argv: list[str]) -> int:
@@ -99,7 +105,8 @@ def command(argv: list[str]) -> int:
         print(f"hpcrl {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        near = [SYNONYMS[argv[0]]] if argv[0] in SYNONYMS else difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        near = [pair.partition(":")[2] for pair in SYNONYMS.split() if pair.startswith(f"{argv[0]}:")]
+        near = near or difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
     module, _, name = COMMANDS[argv[0]].partition(":")
@@ -125,7 +132,6 @@ COMMANDS = {
     "engines": "hpcrl.cli.engines:engines",
     "try": "hpcrl.cli.try_recipe:try_recipe",
     "report": "hpcrl.cli.report:report",
-    "sync": "hpcrl.cli.report:sync",
     "stop": "hpcrl.cli.stop:stop",
     "cancel": "hpcrl.cli.stop:cancel",
     "convert": "hpcrl.cli.convert:convert",

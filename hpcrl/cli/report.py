@@ -1,7 +1,6 @@
-"""`hpcrl report`, `hpcrl sync`: a run as a page, as a timeline for Perfetto, and as curves of a tracker.
+"""`hpcrl report`: a run as a page, as a timeline for Perfetto, or as curves of a tracker.
 
-Invariant: they only read the run; what they write is one file that was asked for, whole or not at all, and of `sync`
-what was sent.
+Invariant: it only reads the run. It writes one file, whole or not at all, or the record of what it sent.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from hpcrl.utils.arguments import RUN, Parser
 
 
 def report(argv: list[str]) -> int:
-    """`hpcrl report`: one HTML file with curves, timeline, costs and samples, which needs no network; of several runs
-    what differs between them."""
+    """`hpcrl report`: a page, a trace or a tracker's curves of one run, or a page that compares several."""
     parser = Parser(
         "report",
-        "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network. Of several "
-        "runs: options that differ, curves laid over each other, costs, and answers to the same prompts side by side.",
+        "Write one HTML file with curves, timeline, costs and samples, which needs no network. Of several runs: "
+        "options that differ, curves over each other, costs, and answers to the same prompts side by side.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help=RUN)
     parser.add_argument(
@@ -35,16 +33,21 @@ def report(argv: list[str]) -> int:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="what every process did when instead (RUN/trace.json), for https://ui.perfetto.dev or chrome://tracing",
+        help="write what every process did when (RUN/trace.json), for https://ui.perfetto.dev or chrome://tracing",
+    )
+    parser.add_argument(
+        "--to", metavar="TRACKER", help="send what is new to wandb, trackio or mlflow, also while the run trains"
     )
     args = parser.parse_args(argv)
     runs = _several(args.runs)
+    if (args.trace or args.to) and len(runs) > 1:
+        parser.error(f"--{'trace' if args.trace else 'to'} takes one run")
+    if args.to:
+        return _send(runs[0], args.to)
     if args.trace:
-        if len(runs) > 1:
-            parser.error("--trace is of one run")
         recorded = read_run(runs[0])
         if not recorded.launchers:
-            raise UsageError(f"{runs[0].root} has no timeline", "it has not begun")
+            raise UsageError(f"{runs[0].root} has no timeline", "the run has not begun")
         text = json.dumps(trace(recorded.tracks, runs[0].root.name), separators=(",", ":")) + "\n"
         _write(args.output, runs[0].root / "trace.json", text, runs[0])
         return 0
@@ -89,22 +92,13 @@ def _compared_page(runs: Sequence[Run]) -> str:
     return comparison(compared)
 
 
-def sync(argv: list[str]) -> int:
-    """`hpcrl sync`: send what is new of a run to a tracker."""
-    from hpcrl.report.trackers.record import TRACKERS, sync
+def _send(run: Run, tracker: str) -> int:
+    """Send what is new of a run to a tracker."""
+    from hpcrl.report.trackers.record import sync
 
-    parser = Parser(
-        "sync",
-        "Send metrics, options, samples and the report of a run to a tracker, from a machine with a network; what was "
-        "sent before is not sent again, so it may be called while the run trains.",
-    )
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument("--to", metavar="TRACKER", required=True, help=", ".join(TRACKERS.names()))
-    args = parser.parse_args(argv)
-    run = find_run(args.run)
     page = run.root / "report.html"
     count = 0
-    for name, records, place in sync(run, args.to, page if page.is_file() else None):
+    for name, records, place in sync(run, tracker, page if page.is_file() else None):
         count += records
         print(f"{name}: {records} records, {place}")
     if not count:

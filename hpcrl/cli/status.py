@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,9 +19,6 @@ from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import line, on_terminal, page, table
 from hpcrl.utils.arguments import RUN, Parser
 from hpcrl.utils.plain_text import strip_control
-
-if TYPE_CHECKING:
-    pass
 
 EVERY = 1.0  #: seconds between looks
 #: what `watch` ends with

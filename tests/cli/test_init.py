@@ -129,14 +129,15 @@ def test_the_recipe_that_is_here_is_taken(home: Path, words: list[str], capsys: 
     assert main(words) == 2 and "no recipe given" in capsys.readouterr().err
 
 
-def test_a_folder_stands_for_its_recipe(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["run", "plan", "submit", "launch", "try", "eval", "rehearse", "doctor"])
+def test_a_folder_stands_for_its_recipe(home: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As in Python; a run directory has a copy of its recipe, which is not meant."""
     (home / "mine").mkdir()
     (home / "mine" / "recipe.toml").write_text("not_an_option = 2\n")
-    assert main(["plan", "mine"]) == 2
+    assert main([command, "mine"]) == 2
     assert "recipe.toml: not_an_option" in capsys.readouterr().err
     (home / "mine" / RECIPE).write_text("{}")
-    assert main(["plan", "mine"]) == 2 and "not_an_option" not in capsys.readouterr().err
+    assert main([command, "mine"]) == 2 and "not_an_option" not in capsys.readouterr().err
 
 
 def test_ranks_are_told_the_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,11 +86,11 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
             ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp"),
         ),
         (["submit", "RECIPE", "--dry-run"], ("torch", "vllm", "megatron", "transformers", "numpy", "aiohttp")),
-        (["fit", "--help"], ("torch", "vllm", "megatron", "transformers")),
+        (["plan", "--help"], ("torch", "vllm", "megatron", "transformers")),
         (["completion", "bash"], ("torch", "vllm", "megatron", "transformers")),  # imports every command
         (["status"], ("torch", "numpy", "pydantic", "zmq", "aiohttp", "asyncio")),
     ],
-    ids=["help", "run help", "dry run", "unknown flag", "submit", "fit", "completion", "status"],
+    ids=["help", "run help", "dry run", "unknown flag", "submit", "plan help", "completion", "status"],
 )
 def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path) -> None:
     code = (
@@ -243,6 +243,7 @@ def test_refused_before_anything_is_made(
         (["run"], 2, "no recipe given"),
         (["train"], 2, "mean hpcrl run?"),
         (["compare"], 2, "mean hpcrl report?"),
+        (["ls"], 2, "mean hpcrl status?"),
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "a.toml", "--apply-chat-template", "false"], 2, "takes no value: --x"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),

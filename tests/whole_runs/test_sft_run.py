@@ -166,7 +166,7 @@ def test_finished_run_is_extended(tmp_path: Path, uncut: Path, monkeypatch: pyte
     sent = list[TrackedStage]()
     monkeypatch.setattr(wandb, "send", lambda stage: sent.append(stage) or "here")
     monkeypatch.setattr(record, "_installed", lambda name: True)
-    assert main(["sync", str(root), "--to", "wandb"]) == 0
+    assert main(["report", str(root), "--to", "wandb"]) == 0
     for number, words in ((3, "6 rollouts are done"), (8, "")):
         done = subprocess.run(
             [sys.executable, "-m", "hpcrl", "resume", str(root), "--num-rollout", str(number)],
@@ -179,7 +179,7 @@ def test_finished_run_is_extended(tmp_path: Path, uncut: Path, monkeypatch: pyte
     longer = metrics(root)
     assert list(longer) == list(range(8)) and {step: longer[step] for step in range(6)} == metrics(uncut)
     tracked_alike(root)
-    assert main(["report", str(root)]) == 0 and main(["sync", str(root), "--to", "wandb"]) == 0
+    assert main(["report", str(root)]) == 0 and main(["report", str(root), "--to", "wandb"]) == 0
     first, second = sent
     assert {step for step, _ in first.rows} == {*range(1, 7)} and {step for step, _ in second.rows} == {7, 8}
     logged = series(root)

@@ -1,4 +1,4 @@
-"""`hpcrl sync` as the page prints it, by real processes: to each tracker, twice at once, and after a kill.
+"""`hpcrl report --to` as the page prints it, by real processes: to each tracker, twice at once, and after a kill.
 
 A package that is installed is sent to as it is, on this machine; of one that is not a stand-in writes down every call,
 and then waits until the test lets it continue.
@@ -60,10 +60,10 @@ def run(tmp_path: Path) -> Path:
 
 
 class Typing:
-    """`hpcrl sync RUN --to NAME`, typed in a directory of the test's."""
+    """`hpcrl report RUN --to NAME`, typed in a directory of the test's."""
 
     def __init__(self, folder: Path, run: Path, tracker: str, real: bool) -> None:
-        (line,) = {command.line for command in printed() if command.line == f"hpcrl sync RUN --to {tracker}"}
+        (line,) = {command.line for command in printed() if command.line == f"hpcrl report RUN --to {tracker}"}
         self.line = line.replace("RUN", str(run))
         self.folder = folder
         self.place = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CALLS": str(folder)}

@@ -1,4 +1,4 @@
-"""`hpcrl sync`: what each tracker is sent, once, by stand-ins that record the calls of the package."""
+"""`hpcrl report --to`: what each tracker is sent, once, by stand-ins that record the calls of the package."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ def test_what_is_sent(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Options, metrics of every step, samples, the report; of a run that has continued what is new alone."""
-    assert main(["sync", str(run), "--to", tracker]) == 0
+    assert main(["report", str(run), "--to", tracker]) == 0
     assert "2 records" in capsys.readouterr().out
     text = repr(calls)
     assert "'train/loss'" in text and "1+1=" in text and "num_rollout" in text
     assert tracker == "trackio" or "report.html" in text
     logged = [name for name, *_ in calls if name in ("log", "log_metrics")]
     calls.clear()
-    assert main(["sync", str(run), "--to", tracker]) == 0
+    assert main(["report", str(run), "--to", tracker]) == 0
     assert "nothing is new" in capsys.readouterr().out and not calls
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"rollout_id": 2, "time": 1e10, "train/loss": 1.0, "bad": None}) + "\n")
-    assert main(["sync", str(run), "--to", tracker]) == 0
+    assert main(["report", str(run), "--to", tracker]) == 0
     assert "1 records" in capsys.readouterr().out and "'bad'" not in repr(calls)
     assert len([name for name, *_ in calls if name in ("log", "log_metrics")]) == len(logged) - 1
 
@@ -99,17 +99,17 @@ def test_what_fails_is_sent_again(
         raise ConnectionError("no network")
 
     monkeypatch.setattr(importlib.import_module("hpcrl.report.trackers.wandb"), "send", refuses)
-    assert main(["sync", str(run), "--to", "wandb"]) == 1
+    assert main(["report", str(run), "--to", "wandb"]) == 1
     assert "ConnectionError: no network" in capsys.readouterr().err
     monkeypatch.undo()
     assert not (run / record.SENT).exists()
 
 
 def test_a_tracker_that_there_is_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sync", str(run), "--to", "wandbb"]) == 2 and "did you mean wandb?" in capsys.readouterr().err
+    assert main(["report", str(run), "--to", "wandbb"]) == 2 and "did you mean wandb?" in capsys.readouterr().err
     for name in TRACKERS.names():
         if importlib.util.find_spec(name) is None:
-            assert main(["sync", str(run), "--to", name]) == 2 and f"hpcrl[{name}]" in capsys.readouterr().err
+            assert main(["report", str(run), "--to", name]) == 2 and f"hpcrl[{name}]" in capsys.readouterr().err
 
 
 def test_no_secret_is_sent() -> None:
@@ -134,12 +134,12 @@ def test_a_directory_is_no_package(run: Path, tmp_path: Path, monkeypatch: pytes
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    assert main(["sync", str(run), "--to", "wandb"]) == 2
+    assert main(["report", str(run), "--to", "wandb"]) == 2
 
 
 def test_names_that_mlflow_takes(run: Path, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
     log(run, {"rollout_id": 9, "time": 9e9, "eval/aime/pass@8": 0.5})
-    assert main(["sync", str(run), "--to", "mlflow"]) == 0
+    assert main(["report", str(run), "--to", "mlflow"]) == 0
     assert "eval/aime/pass_8" in repr(calls) and "pass@8" not in repr(calls)
 
 
