@@ -143,7 +143,7 @@ def submit(
 
     Args:
         recipe: a TOML file, or a directory with a recipe.toml.
-        site, time, layout, chain: as the flags of the command; site: default $HPCRL_SITE.
+        site, time, layout, chain: as the flags of the command, with $HPCRL_SITE as the default site.
         set: keys of the profile, such as {"trainer.partition": "gpu"}.
         options: as of `run`.
 

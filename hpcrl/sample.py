@@ -95,10 +95,12 @@ class Sample:
         versions: int32 [response], the policy version that each token was sampled under.
         response_index: numbers the response within its group, from 0; a group has `group_size` of them.
         baseline: the reward of the greedy response to the same prompt, NaN where none was asked for.
-        rewards: the parts of the reward by name, where it has several; reward_key: that of a reward that is an object.
+        rewards: the parts of the reward by name, where it has several.
+        reward_key: that of a reward that is an object.
         grading: "" or how it failed, "timeout" or "error" (then the reward is 0; in a rollout it trains nothing and
             counts in no group).
-        grading_error: the reason; teacher_error: "" or why a teacher gave no log-probs (they are the sample's own).
+        grading_error: the reason.
+        teacher_error: "" or why a teacher gave no log-probs (they are the sample's own).
         transcript: of several turns, or of a sandbox: what `hpcrl.rollout.samplers.transcript` makes.
     """
 

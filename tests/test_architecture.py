@@ -425,6 +425,27 @@ def loose_parameters(node: ast.AST) -> list[str]:
     ]
 
 
+def torn(node: ast.AST) -> list[str]:
+    """What a formatter has torn apart or run together in a docstring: a paragraph of one word, and under the name of a
+    parameter or field the description of another one, or text that belongs to none."""
+    text = ast.get_docstring(node) or ""
+    found = [part for part in text.split("\n\n")[1:] if len(part.split()) == 1]
+    names = {name.arg for name in ast.walk(node) if isinstance(name, ast.arg)}
+    names |= {
+        name.target.id
+        for name in ast.walk(node)
+        if isinstance(name, ast.AnnAssign) and isinstance(name.target, ast.Name)
+    }
+    for _, section in re.findall(r"^(Args|Attributes):\n((?: +.*\n?|\n(?= ))+)", text, re.M):
+        for entry in re.split(r"^ {4}(?! )", section, flags=re.M)[1:]:
+            head, sign, said = " ".join(entry.split()).partition(":")
+            found += [] if sign else [head]
+            found += [
+                word for word in re.findall(r"[.:;,] (\w+): ", said) if word in {*names, "Report", "Source", "Returns"}
+            ]
+    return found
+
+
 def test_docstrings_are_in_googles_style() -> None:
     """Sphinx's napoleon, griffe and editors read `Args:`, `Attributes:`, `Returns:` and `Raises:`; ruff looks at their
     form."""
@@ -433,6 +454,7 @@ def test_docstrings_are_in_googles_style() -> None:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 loose = loose_parameters(node)
                 assert not loose, f"{path}:{node.lineno}: {', '.join(loose)}: put under Args: or Attributes:"
+                assert not torn(node), f"{path}:{node.lineno}: {torn(node)}"
 
 
 @pytest.mark.parametrize(
@@ -446,6 +468,20 @@ def test_docstrings_are_in_googles_style() -> None:
 )
 def test_a_loose_parameter_is_seen(code: str, found: list[str]) -> None:
     assert loose_parameters(ast.parse(code).body[0]) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("What.\n\n    tensor.\n", ["tensor."]),
+        ("What.\n\n    Args:\n        a: bytes; b: seconds.\n", ["b"]),
+        ("What.\n\n    Args:\n        a: bytes. Source: a paper.\n        b: seconds.\n", ["Source"]),
+        ("What.\n\n    Args:\n        a: bytes, and what is put\n        behind it.\n", ["behind it."]),
+        ("What.\n\n    Args:\n        a: bytes; None: all, as\n            in b.\n        b: seconds.\n    ", []),
+    ],
+)
+def test_a_torn_docstring_is_seen(text: str, found: list[str]) -> None:
+    assert torn(ast.parse(f'def f(a, b):\n    """{text}"""').body[0]) == found
 
 
 def test_public_class_names_are_unique() -> None:

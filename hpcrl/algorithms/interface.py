@@ -32,18 +32,20 @@ def _alone(sums: Tensor) -> Tensor:
 class RolloutBatch:
     """All samples of one rollout (every optimizer step of it) as an estimator sees them.
 
-    The table, equal on every rank and in the order of group and index: reward: float64 [n].
+    The fields [n] are a table of all samples, in the order of group and index, equal on every rank. The fields [m] and
+    [t] are of whole responses of this rank's samples, one after another, equal on the TP, CP and PP ranks of a
+    data-parallel rank.
 
     Attributes:
+        reward: float64 [n].
         group: int64 [n], the number of the prompt.
         length: int64 [n], tokens of the response (0: empty).
         truncated: bool [n].
         baseline: float64 [n], the reward of the greedy response to the same prompt (NaN: there is none), or None.
         response: int64 [n], which response each sample is of, -1 for one that counts nowhere (filling, or its grading
             failed); None where each is its own and counts. A response of several samples counts once in its group, as
-            the mean of them. The columns, of the whole responses of the samples that this rank has, one after another;
-            all TP, CP and PP ranks of a data-parallel rank hold the same: own: int64 [m], which rows of the table they
-            are.
+            the mean of them.
+        own: int64 [m], which rows of the table this rank's samples are.
         mask: bool [t], trained tokens, t = sum of length[own].
         old: float [t], log-probs under the old policy, before the update.
         reference: float [t], the reference's, or None.

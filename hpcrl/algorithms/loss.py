@@ -191,11 +191,13 @@ def sft_loss(tokens: TokenBatch, options: Options) -> Loss:
 def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, options: Options) -> Loss:
     """A critic's loss, max((v - R)^2, (v_old + clip(v - v_old, -value_clip, value_clip) - R)^2); all [r].
 
+    Report: value_loss, value_clipfrac. Source: Schulman et al. 2017's implementation; Engstrom et al. 2020,
+    arXiv:2005.12729, 2; without the factor 1/2, as slime.
+
     Args:
         values: the critic's, with a gradient.
         old_values: before the update.
-        returns: of the estimator. Report: value_loss, value_clipfrac. Source: Schulman et al. 2017's implementation;
-            Engstrom et al. 2020, arXiv:2005.12729, 2; without the factor 1/2, as slime.
+        returns: of the estimator.
     """
     change = values - old_values
     clipped = old_values + change.clamp(-options.value_clip, options.value_clip)

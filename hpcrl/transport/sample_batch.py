@@ -36,7 +36,9 @@ class SampleBatch:
     Attributes:
         rows: ROW [n].
         tokens: int32 [sum of length].
-        loss_mask: uint8, rollout_log_probs: float32, versions: int32, each [sum of response_length]; all in row order.
+        loss_mask: uint8 [sum of response_length], in row order.
+        rollout_log_probs: float32 of the same length.
+        versions: int32 of the same length.
         extra: columns of OPTIONAL, by name.
     """
 

@@ -41,7 +41,8 @@ class SampleAnswer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     Attributes:
         reason: vLLM's finish reason.
-        tokens: int32 [n], logprobs: float32 [n] or empty where none were asked for, both little-endian.
+        tokens: int32 [n], little-endian.
+        logprobs: float32 [n], little-endian; empty if none were requested.
         spans: (weight version, start, end) over the tokens.
         experts: uint8 [prompt + n - 1, *routing], the experts of each token that was read, by layers and bytes of a
             layer, where they were asked for.

@@ -44,8 +44,7 @@ class NodeStep(msgspec.Struct, frozen=True):
 
     Attributes:
         gpus: that a node must have for them, None for as many.
-        command: what starts one task on each of its nodes; the arguments of hpcrl.launch.node_checks.one_node are put
-        behind it.
+        command: starts one task on each of its nodes, with the arguments of hpcrl.launch.node_checks.one_node.
     """
 
     role: str

@@ -14,7 +14,8 @@ class RankReport(msgspec.Struct):
     """What one rank took.
 
     Attributes:
-        peaks: most bytes at once on its GPU, by phase; state: what stays between them.
+        peaks: most bytes at once on its GPU, by phase.
+        state: what stays between them.
         host: most bytes at once of large tensors in host memory.
         calls: of its groups, in order.
         parts: what its model runs with.

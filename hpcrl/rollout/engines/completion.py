@@ -32,7 +32,9 @@ class Completion:
     """One response.
 
     Attributes:
-        tokens: int32, logprobs: float32 (zeros if not asked for), versions: int32, all [response].
+        tokens: int32 [response].
+        logprobs: float32 [response], zeros if no log-probs were requested.
+        versions: int32 [response].
         status: COMPLETED, TRUNCATED (as long as it may become), or ABORTED: ended early, with what was there, possibly
             nothing.
         experts: uint8 [prompt + response - 1, layers, bytes] (see `sample.OPTIONAL`), which the engine chose for every

@@ -38,7 +38,8 @@ class Prompt:
         where: its file and line.
         raw: the prompt as it is there.
         tokens: int32 [prompt], rendered.
-        target: int32 [response], the tokens to learn after it, mask: uint8 [response], which of them (None: all).
+        target: int32 [response], the tokens to learn after it.
+        mask: uint8 [response], which of them are learned (None: all).
         rejected: those of the worse response, whose text is worse (only where what the file holds is learned).
     """
 

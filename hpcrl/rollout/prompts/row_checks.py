@@ -113,7 +113,8 @@ class PromptRow:
     """What a row says.
 
     Attributes:
-        raw: the prompt as it is there; text or messages: the prompt.
+        raw: the prompt as the row has it.
+        text, messages: one of them is the prompt.
         tools: their schemas.
     """
 

@@ -31,7 +31,8 @@ class PromptRows(Protocol):
     """The rows of one prompt file, or of a slice of it.
 
     Attributes:
-        size: bytes, sha256: of the whole file.
+        size: bytes of the whole file.
+        sha256: of the whole file.
     """
 
     path: Path

@@ -207,7 +207,8 @@ def _of_part(columns: Columns, part: np.ndarray, at: np.ndarray) -> Columns:
     """Of a context-parallel rank.
 
     Args:
-        part: its rows; at: which of them a row is, -1: none.
+        part: its rows.
+        at: the number of each row among them, -1 for none.
     """
     following, first, rows, labels, sample = columns
     kept = at[rows] >= 0

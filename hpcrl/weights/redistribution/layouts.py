@@ -123,7 +123,8 @@ def targets(
     """(index in what the worker holds, index in the piece).
 
     Args:
-        rows: (start, length) one below the other, columns: or None for all.
+        rows: (start, length) one below the other.
+        columns: (start, length), or None for all.
     """
     top, bottom, left, right = area
     start = columns[0] if columns is not None else 0

@@ -36,14 +36,13 @@ class DestinationHost:
 class Redistribution:
     """The pieces as columns of int64, in the order of rounds, and within one of (sender, destination).
 
-    tensor.
-
     Attributes:
-        top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes.
-        sender: a rank; destination; round.
         hosts: of each rank.
         in_place: bytes of a destination's own host are read in place.
         through_ranks: bytes for other hosts go to a rank there (`carriers`), in whose memory they are read.
+        tensor: the tensor's number in `layouts`.
+        top, bottom, left, right: the piece is [top, bottom) x [left, right) of the tensor.
+        sender: a rank.
     """
 
     layouts: Layouts
