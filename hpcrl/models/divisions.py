@@ -18,6 +18,8 @@ from hpcrl.errors import UsageError
 
 _FIRST = "num_layers_in_first_pipeline_stage"
 _LAST = "num_layers_in_last_pipeline_stage"
+#: settings with which the embedding, or the output layer, takes the place of a layer
+_EXTRA = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> Iterator[UsageError]:
@@ -27,18 +29,17 @@ def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> I
         fields: `Family.transformer` of config.json.
         positions: max_position_embeddings.
     """
-    yield from _heads(fields, "--tensor-model-parallel-size", o.tensor_model_parallel_size)
+    tp = o.tensor_model_parallel_size
+    given = f"--tensor-model-parallel-size {tp}"
+    yield from _heads(fields, given, tp)
+    if not all(fields.get("moe_layer_freq") or [0]):
+        yield from _columns(given, tp, fields["ffn_hidden_size"], "MLP columns")
     if o.num_engines:
         each = o.rollout_num_gpus_per_engine
         parts = o.engine_data_parallel_size
-        flag = (
-            f"--rollout-num-gpus-per-engine {each} / --vllm-data-parallel-size"
-            if parts > 1
-            else "--rollout-num-gpus-per-engine"
-        )
-        yield from _heads(fields, flag, parts if each % parts else each // parts, shown=parts if parts > 1 else each)
+        given = f"--rollout-num-gpus-per-engine {each}" + f" / --vllm-data-parallel-size {parts}" * (parts > 1)
+        yield from _heads(fields, given, parts if each % parts else each // parts)
     yield from _exchanged_heads(o, fields)
-    yield from _linear_heads(o, fields)
     yield from _stages(o, fields["num_layers"])
     yield from _experts(o, fields)
     if positions and (o.rollout_max_context_len or 0) > positions:
@@ -49,37 +50,21 @@ def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> I
         )
 
 
-def _heads(fields: Mapping[str, Any], flag: str, size: int, shown: int | None = None) -> Iterator[UsageError]:
-    heads = fields["num_attention_heads"]
+def _columns(given: str, size: int, count: int, what: str) -> Iterator[UsageError]:
+    if count % size:
+        yield UsageError(f"{given}: the {count} {what} of config.json cannot be divided by {size}", "change it")
+
+
+def _heads(fields: Mapping[str, Any], given: str, size: int) -> Iterator[UsageError]:
     groups = fields["num_query_groups"]
-    given = f"{flag} {shown or size}"
-    if heads % size:
-        yield UsageError(
-            f"{given}: the {heads} attention heads of config.json cannot be divided by {size}", "change it"
-        )
-    elif groups % size and size % groups:
+    yield from _columns(given, size, fields["num_attention_heads"], "attention heads")
+    if fields["num_attention_heads"] % size == 0 and groups % size and size % groups:
         yield UsageError(
             f"{given}: the {groups} key-value heads of config.json are neither a multiple of {size} nor a divisor",
             "change it",
         )
-
-
-def _linear_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]:
-    """Of a gated delta net tensor-parallel ranks, of trainer and engines, have whole key heads."""
-    if not fields.get("linear_attention_freq"):
-        return
-    heads = fields["linear_num_key_heads"]
-    sizes = {f"--tensor-model-parallel-size {o.tensor_model_parallel_size}": o.tensor_model_parallel_size}
-    if o.num_engines and o.rollout_num_gpus_per_engine % (parts := o.engine_data_parallel_size) == 0:
-        given = f"--rollout-num-gpus-per-engine {o.rollout_num_gpus_per_engine}"
-        given += f" / --vllm-data-parallel-size {parts}" * (parts > 1)
-        sizes[given] = o.rollout_num_gpus_per_engine // parts
-    for given, size in sizes.items():
-        if heads % size:
-            yield UsageError(
-                f"{given}: the {heads} key heads of linear attention of config.json cannot be divided by {size}",
-                "change it",
-            )
+    if fields.get("linear_attention_freq"):  # each rank has whole key heads of a gated delta net
+        yield from _columns(given, size, fields["linear_num_key_heads"], "key heads of linear attention")
 
 
 GATES = (0, 19)  #: the first Megatron-core whose ranks each take their own gates of a key-value group they share
@@ -126,56 +111,69 @@ def _exchanged_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageErr
 
 
 def _stages(o: Options, layers: int) -> Iterator[UsageError]:
-    stages = o.pipeline_model_parallel_size
+    """Every rank has at least one layer, all between the first and the last as many, in as many virtual stages."""
+    size = o.pipeline_model_parallel_size
     megatron = o.megatron
-    if stages == 1 or any(megatron.get(name) for name in _OTHER_CUTS):
-        return
+    if megatron.get("pipeline_model_parallel_layout"):
+        return  # Megatron reads it
+    layers += sum(bool(megatron.get(name)) for name in _EXTRA)
     ends = {name: megatron[name] for name in (_FIRST, _LAST) if megatron.get(name)}
     rest = layers - sum(ends.values())
-    middle = stages - len(ends)
-    said = " and ".join(
-        [f"--pipeline-model-parallel-size {stages}", *(as_flag(name, value) for name, value in ends.items())]
-    )
-    if rest < 0 or (middle and (rest < middle or rest % middle)) or (not middle and rest):
+    middle = size - len(ends)
+    if middle < 0 or rest < middle or (rest % middle if middle else rest):
+        said = [f"--pipeline-model-parallel-size {size}", *(as_flag(name, value) for name, value in ends.items())]
         yield UsageError(
-            f"{said}: the {layers} layers of config.json cannot be divided so",
+            f"{' and '.join(said)}: the {layers} layers of config.json cannot be divided so",
             "change one, or give --decoder-first-pipeline-num-layers",
         )
-    elif not ends:
-        yield from _virtual_stages(o, layers, stages)
-
-
-#: settings with which layers are cut in another way
-_OTHER_CUTS = (
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-
-
-def _virtual_stages(o: Options, layers: int, stages: int) -> Iterator[UsageError]:
-    own = layers // stages
-    for flag, value in (
-        ("--num-virtual-stages-per-pipeline-rank", o.num_virtual_stages_per_pipeline_rank),
-        ("--num-layers-per-virtual-pipeline-stage", o.num_layers_per_virtual_pipeline_stage),
-    ):
+        return
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    value = o.num_virtual_stages_per_pipeline_rank
+    if per_stage := o.num_layers_per_virtual_pipeline_stage:
+        if ends:
+            yield UsageError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} with uneven first or last stages",
+                f"give {flag} instead",
+            )
+            return
+        flag, value = "--num-layers-per-virtual-pipeline-stage", per_stage
+    for own in sorted({*ends.values(), rest // max(middle, 1)}):
         if value and own % value:
             yield UsageError(
-                f"{flag} {value}: the {own} layers of a rank (--pipeline-model-parallel-size {stages}) cannot be "
+                f"{flag} {value}: the {own} layers of a rank (--pipeline-model-parallel-size {size}) cannot be "
                 "divided by it",
                 "change one of them",
             )
 
 
 def _experts(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]:
-    experts = fields.get("num_moe_experts")
+    """What is wrong with the layout of the experts, or has no effect without them.
+
+    With EP 1 Megatron takes the experts' parameters for ordinary ones and reduces their gradients over data-parallel
+    ranks only; if each tensor-parallel rank holds whole experts, for its own tokens, their gradients are never added.
+    """
     ranks = o.expert_model_parallel_size
-    if experts:
-        if experts % ranks:
+    tp = o.tensor_model_parallel_size
+    etp = o.expert_tensor_size
+    if experts := fields.get("num_moe_experts"):
+        if ranks == 1 and etp != tp:
             yield UsageError(
-                f"--expert-model-parallel-size {ranks}: the {experts} experts of config.json cannot be divided by it"
+                f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
+                "--expert-model-parallel-size 1: Megatron would not add up the gradients of the experts",
+                "leave --expert-tensor-parallel-size out, or use expert parallelism",
             )
-        return
+        if tp > 1 and not o.sequence_parallel:
+            yield UsageError(
+                f"--tensor-model-parallel-size {tp}: Megatron trains a model with experts only with sequence "
+                "parallelism",
+                "add --sequence-parallel",
+            )
+        yield from _columns(f"--expert-model-parallel-size {ranks}", ranks, experts, "experts")
+        given = "--expert-tensor-parallel-size" + " (by default that of TP)" * (not o.expert_tensor_parallel_size)
+        yield from _columns(f"{given} {etp}", etp, fields["moe_ffn_hidden_size"], "columns of an expert")
+        shared = fields.get("moe_shared_expert_intermediate_size") or 0
+        yield from _columns(f"--tensor-model-parallel-size {tp}", tp, shared, "columns of its shared experts")
+        return  # ETP says nothing without experts: slime's recipes give 1 to every model
     why = "the model's config.json has no experts"
     if ranks > 1:
         yield UsageError(f"--expert-model-parallel-size {ranks}: {why}", "leave it out")

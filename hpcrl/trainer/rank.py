@@ -30,7 +30,7 @@ from hpcrl.trainer.custom_hooks import TrainerHooks
 from hpcrl.trainer.gpu_sharing import GpuSharing
 from hpcrl.trainer.megatron import model, running_parts
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.parallel_state import initialize, seed_rank, verify_groups
+from hpcrl.trainer.parallel_state import initialize, seed_rank
 from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
 from hpcrl.trainer.start.rendezvous import connect
 from hpcrl.trainer.step.share_exchange import ShareExchange
@@ -67,7 +67,6 @@ class TrainerRank:
             self.ranks = initialize(options, self.store)
         self.driver = self.ranks.rank == 0
         self.hooks.initialized()
-        verify_groups(options, self.ranks.rank)
         self.patient = make_patient(options)
         if self.gpu_sharing:
             self.gpu_sharing.start(self.driver, self.barrier)

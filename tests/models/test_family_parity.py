@@ -475,7 +475,7 @@ def test_weights_of_another_model_are_refused(models: dict[str, Path], tmp_path:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen3 plain", EP2, "--expert-model-parallel-size 2: the model has no experts"),
+    ("qwen3 plain", EP2, "--expert-model-parallel-size 2: the model's config.json has no experts"),
     (
         "glm4_moe plain",
         {**SP2, **ETP1},
@@ -507,70 +507,6 @@ def test_misfit_layouts_and_settings(models: dict[str, Path]) -> None:
     assert good == ""
     for message, (_, _, text) in zip(messages, REFUSED, strict=True):
         assert message.startswith("UsageError")
-        assert re.search(text, message), message
-
-
-def layout_errors(every: list[tuple[Any, dict[str, Any]]]) -> list[str]:
-    """What check_layout says of options and a model's fields, without any groups."""
-    from hpcrl.errors import UsageError
-    from hpcrl.trainer.parallel_state import check_layout
-
-    messages = []
-    for opts, fields in every:
-        try:
-            check_layout(opts, fields)
-            messages.append("")
-        except UsageError as error:
-            messages.append(str(error))
-    return messages
-
-
-SIZES = {
-    "num_attention_heads": 8,
-    "num_query_groups": 8,
-    "ffn_hidden_size": 90,
-    "num_layers": 2,
-    "num_moe_experts": 12,
-    "moe_layer_freq": [0, 1],
-    "moe_ffn_hidden_size": 22,
-    "moe_shared_expert_intermediate_size": 44,
-}
-EP4 = {"expert_model_parallel_size": 4, "sequence_parallel": True}
-SHAPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {**EP4, "expert_tensor_parallel_size": 4},
-        {},
-        "--expert-tensor-parallel-size 4 does not divide the model's 22 columns",
-    ),
-    (
-        {**EP4, "tensor_model_parallel_size": 4},
-        {"moe_layer_freq": [1, 1]},
-        r"--expert-tensor-parallel-size \(by default that of TP\) 4 does not divide the model's 22 columns of an expert",
-    ),
-    (
-        {**EP4, "tensor_model_parallel_size": 4},
-        {},
-        "--tensor-model-parallel-size 4 does not divide the model's 90 MLP columns",
-    ),
-    (
-        {**EP4, **ETP1, "tensor_model_parallel_size": 8},
-        {"ffn_hidden_size": 96},
-        "--tensor-model-parallel-size 8 does not divide the model's 44 columns of its shared experts",
-    ),
-    ({"expert_model_parallel_size": 5}, {}, "--expert-model-parallel-size 5 does not divide the model's 12 experts"),
-    ({**EP4, **ETP1, "tensor_model_parallel_size": 4}, {"moe_layer_freq": [1, 1]}, "^$"),
-    (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4, "sequence_parallel": True},
-        {},
-        "would not add up",
-    ),
-]
-
-
-def test_indivisible_expert_sizes() -> None:
-    """Expert sizes that do not divide are named with both values."""
-    every = [(parity.options(Path("x"), 16, fields), SIZES | sizes) for fields, sizes, _ in SHAPES]
-    for message, (_, _, text) in zip(run_ranks(1, layout_errors, every)[0], SHAPES, strict=True):
         assert re.search(text, message), message
 
 

@@ -78,6 +78,9 @@ BY_PLAN = {
     "pp does not divide the layers": Fault(
         "dense", "--pipeline-model-parallel-size 3 --actor-num-gpus-per-node 6", "layers"
     ),
+    "stages with the embedding do not divide": Fault(
+        "pipeline", "--account-for-embedding-in-pipeline-split --pipeline-model-parallel-size 4", "layers"
+    ),
     "experts of a dense model": Fault("dense", "--expert-model-parallel-size 2", "xpert"),
     "ep does not divide the experts": Fault(
         "experts", "--expert-model-parallel-size 3 --actor-num-gpus-per-node 6 --rollout-batch-size 36", "xpert"
@@ -94,9 +97,6 @@ BY_PLAN = {
 }
 BY_REHEARSAL = {
     # layout
-    "stages with the embedding do not divide": Fault(
-        "pipeline", "--account-for-embedding-in-pipeline-split --pipeline-model-parallel-size 4", "layers"
-    ),
     "without loss": Fault("pipeline", "--pipeline-model-parallel-layout Ett|tt", "loss"),
     "rows saved apart twice": Fault(
         "dense", f"{FULL} 1 --distribute-saved-activations", "distribute_saved_activations"

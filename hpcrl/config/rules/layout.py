@@ -29,11 +29,6 @@ def check_ranks(o: Options) -> None:
             f"PP x CP = {parts}",
             "change --tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size",
         )
-    expert_layout(o)
-
-
-def expert_layout(o: Options) -> None:
-    """Raise UsageError if the layout of the experts does not divide the ranks."""
     etp = o.expert_tensor_size
     ep = o.expert_model_parallel_size
     pp = o.pipeline_model_parallel_size

@@ -6,7 +6,7 @@ hold the projections whole on every rank.  So do ours, on a rank's own rows of a
 and their gradients are added on the way back.
 
 Invariants: parameters and names in checkpoints are those of Transformer Engine's layers; with tensor parallelism rows
-are split over the ranks (sequence parallelism), which every model with experts needs (`parallel_state.check_layout`).
+are split over the ranks (sequence parallelism), which every model with experts needs (`models/divisions.py`).
 """
 
 from __future__ import annotations

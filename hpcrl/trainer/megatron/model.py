@@ -34,7 +34,8 @@ from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, option_text
 from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_steps, warmup_steps
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError, raise_together
+from hpcrl.models.divisions import undivided
 from hpcrl.models.family import Config, Family, Rule, check_spec, find_family
 from hpcrl.models.files.config_json import read_config
 from hpcrl.models.lora.matrices import AdaptedMatrix, adapted, adapter_tensors
@@ -48,7 +49,7 @@ from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values
 from hpcrl.trainer.megatron.packed_attention import block_spec
 from hpcrl.trainer.megatron.settings import Settings, config_class, construct, refusals, resolve_settings
-from hpcrl.trainer.parallel_state import Ranks, check_layout
+from hpcrl.trainer.parallel_state import Ranks
 
 PROVIDER = "custom_model_provider_path"
 #: the weights, the adapters next to them, these with the scale in B, and the weights with them added in
@@ -179,8 +180,8 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     if value_head:  # with its embedding it shares nothing
         gpt = gpt | {"share_embeddings_and_output_weights": False}
     sizes = {name: hf_config.get(name) for name in ("vocab_size", "max_position_embeddings")}
+    raise_together([*undivided(options, fields, None)])
     settings = resolve_settings(options, fields, {**gpt, **family.facts, **sizes})
-    check_layout(options, settings.transformer)
     lora = lora_settings(options) if trainable else None
     if not trainable or lora:
         settings.transformer["perform_initialization"] = (

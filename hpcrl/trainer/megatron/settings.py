@@ -8,9 +8,9 @@ neighbours.  Megatron's batched exchange tells messages apart by the peer alone:
 delivers the activation of one chunk as that of another, without an error.
 
 Invariants: a field that no dataclass has, that contradicts the model's config.json, that has its own option, that
-hpcrl must fix, or that this machine cannot honour, is a UsageError before anything is built, and so is a cut that does
-not divide; no field is dropped; virtual stages always exchange by single, overlapped messages over gloo and between two
-ranks, and over gloo no buffer is freed that may not have been sent.
+hpcrl must fix, or that this machine cannot honour, is a UsageError before anything is built; no field is dropped;
+virtual stages always exchange by single, overlapped messages over gloo and between two ranks, and over gloo no buffer
+is freed that may not have been sent.
 """
 
 from __future__ import annotations
@@ -224,10 +224,7 @@ def _fields(cls: type) -> dict[str, Any]:
     return _HINTS[cls]
 
 
-LAYERS = "--num-layers-per-virtual-pipeline-stage"
 STAGES = "--num-virtual-stages-per-pipeline-rank"
-FIRST = "num_layers_in_first_pipeline_stage"
-LAST = "num_layers_in_last_pipeline_stage"
 OVERLAP = "--overlap-p2p-comm"
 
 
@@ -240,7 +237,7 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
         cuda: whether messages go by NCCL, else by gloo.
 
     Raises:
-        UsageError: if layers do not divide into the stages, or the user's way to exchange activations would be wrong.
+        UsageError: if the user's way to exchange activations would be wrong.
     """
     size = options.pipeline_model_parallel_size
     stages = _stages(options, fields)
@@ -287,21 +284,12 @@ def _stages(options: Options, fields: Mapping[str, Any]) -> int | None:
     layers += sum(bool(fields.get(f"account_for_{what}_in_pipeline_split")) for what in ("embedding", "loss"))
     per_stage = options.num_layers_per_virtual_pipeline_stage
     stages = options.num_virtual_stages_per_pipeline_rank
-    uneven = [name for name in (FIRST, LAST) if fields.get(name)]
     if layout := fields.get("pipeline_model_parallel_layout"):
-        if per_stage or stages or uneven:
+        if per_stage or stages or any(fields.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")):
             raise UsageError("--pipeline-model-parallel-layout says which layer is where", "leave the other cuts out")
         return _of_layout(layout, size)
     if per_stage:
-        if uneven:
-            raise UsageError(f"{LAYERS} {per_stage} with uneven first or last stages", f"give {STAGES} instead")
-        if layers % (size * per_stage):
-            raise UsageError(
-                f"{LAYERS} {per_stage} x --pipeline-model-parallel-size {size} does not divide the model's {layers} "
-                "layers"
-            )
         stages = layers // (size * per_stage)
-    _check_cut(layers, size, stages or 1, fields)
     return stages if stages and stages > 1 else None
 
 
@@ -311,33 +299,3 @@ def _of_layout(layout: Any, size: int) -> int | None:
     except (AssertionError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--pipeline-model-parallel-layout {layout}: {error}") from error
     return stages if stages > 1 else None
-
-
-def _check_cut(layers: int, size: int, stages: int, fields: Mapping[str, Any]) -> None:
-    """Raise UsageError unless each pipeline rank's layers, and those of uneven first and last ones, divide into the
-    stages.
-    """
-    flags = {FIRST: "--decoder-first-pipeline-num-layers", LAST: "--decoder-last-pipeline-num-layers"}
-    rest = layers
-    ranks = size
-    for name, flag in flags.items():
-        if own := fields.get(name):
-            if size == 1:
-                raise UsageError(f"{flag} {own} needs a pipeline", "give --pipeline-model-parallel-size, 2 or more")
-            if own % stages:
-                raise UsageError(f"{flag} {own} cannot be divided into {stages} virtual stages")
-            rest = rest - own
-            ranks = ranks - 1
-    if ranks == size and layers % size:
-        raise UsageError(
-            f"--pipeline-model-parallel-size {size} does not divide the model's {layers} layers",
-            f"set {flags[FIRST]} or {flags[LAST]}",
-        )
-    if ranks == size and layers % (size * stages):
-        raise UsageError(f"{STAGES} {stages} does not divide the {layers // size} layers of a pipeline rank")
-    if rest < 0 or (rest if not ranks else not rest or rest % (ranks * stages)):
-        cut = f" of {stages} virtual stages" if stages > 1 else ""
-        raise UsageError(
-            f"of the model's {layers} layers {rest} are left for {ranks} pipeline ranks{cut}, which does not divide",
-            f"change {flags[FIRST]} or {flags[LAST]}",
-        )

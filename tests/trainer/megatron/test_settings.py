@@ -113,14 +113,6 @@ REFUSED: dict[str, str] = {
     "--overlap-p2p-comm": "virtual pipeline stages",
     "--microbatch-group-size-per-virtual-pipeline-stage 4": "has no effect without "
     "--num-virtual-stages-per-pipeline-rank",
-    "--pipeline-model-parallel-size 4": "--pipeline-model-parallel-size 4 does not divide the model's 6 layers",
-    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2": "-stage 2 x "
-    "--pipeline-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": "does not divide the 3 layers of a "
-    "pipeline rank",
-    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6": "0 are left for 1 pipeline ranks",
-    "--decoder-first-pipeline-num-layers 2": "needs a pipeline",
-    "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 1": "2 virtual stages",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 "
     "--no-overlap-p2p-communication": "reach the wrong stage",
     "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttttt|L": "--pipeline-model-parallel-layout",
