@@ -83,7 +83,6 @@ WRITERS = {
     "run/compile_cache/archive.py": "archives as large as compiled code, next to what they take the place of, then renamed",
     "cli/options.py": "what --write names",
     "cli/selftest.py": "what --report names",
-    "models/convert/to_fp8.py": "a model's directory, which is put into its place as a whole",
     "doctor/directories.py": "a probe",
     "run/heartbeat.py": "a few bytes every few seconds, which need not be on disk",
     "models/files/config_json.py": "a model's directory, which is put into its place as a whole",

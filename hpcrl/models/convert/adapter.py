@@ -9,7 +9,7 @@ matrices is refused before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from hpcrl.errors import DataError
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
-from hpcrl.models.files.hf_writer import SafetensorsWriter, TensorHeader, copy_assets, directory, split
+from hpcrl.models.files.hf_writer import TensorHeader, copy_assets, directory, save_shards, split
 from hpcrl.models.files.safetensors_files import Entry, SafetensorsDirectory, listing
 from hpcrl.models.files.torch_dist import TorchDist
 from hpcrl.models.lora.base_digest import bit_sums, digest_of
@@ -88,13 +88,16 @@ def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3
     plan = [[TensorHeader(name, getattr(torch, entry.dtype), tuple(entry.shape))] for name, entry in names.items()]
     with ExitStack() as stack, directory(output, force) as staging:
         files = SafetensorsDirectory(base, stack)
-        with SafetensorsWriter(staging, split(plan, chunk_size)) as writer:
-            for name in writer.names:
+
+        def read(file: Sequence[TensorHeader]) -> Iterator[tuple[str, torch.Tensor]]:
+            for name in (tensor.name for tensor in file):
                 value = files.slice(name)[...]
                 if name in inputs:
                     a, b = (tensors[lora_name(name, which)].float() for which in "AB")
                     value = (value.float() + settings.scale * (b @ a)).to(value.dtype)
-                writer.add(name, value)
+                yield name, value
+
+        save_shards(staging, split(plan, chunk_size), read)
         copy_assets(base, staging)
 
 

@@ -9,30 +9,26 @@ biases and routers stay.  Layout and config.json are those of published checkpoi
     channel    weight_scale, one for each row; "compressed-tensors", as GLM-4.5-FP8 has it
     tensor     weight_scale, one; "compressed-tensors"
 
-Invariants: a worker reads and writes one file after the other, tensor by tensor, so that memory holds about one tensor
-for each; the directory appears under its name only when it is whole; the same input gives the same bytes, whatever the
-number of workers.
+Invariants: a worker reads and writes one file after the other, and memory holds one for each; the directory appears
+under its name only when it is whole; the same input gives the same bytes, whatever the number of workers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.files.config_json import CONFIG, read_config, read_object, write_config
-from hpcrl.models.files.fp8 import FP8, Scheme, Stream, quantized
-from hpcrl.models.files.hf_writer import TensorHeader, copy_assets, directory, header
-from hpcrl.models.files.safetensors_files import DTYPES, INDEX, SINGLE, Entry, listing, open_file
+from hpcrl.models.files.fp8 import Scheme, Stream, quantized
+from hpcrl.models.files.hf_writer import copy_assets, directory, save_shard, write_index
+from hpcrl.models.files.safetensors_files import DTYPES, SINGLE, Entry, listing, open_file
 from hpcrl.report.progress import track
 from hpcrl.utils.arguments import Parser
 
@@ -61,11 +57,12 @@ def convert(
         raise DataError(f"{source} has no model.safetensors", "name a Hugging Face model directory with safetensors")
     taken = _taken(source, held, scheme)
     scheme = replace(scheme, chosen=taken)
-    files: dict[str, dict[str, Entry]] = {}
+    files: dict[str, set[str]] = {}
     for name, entry in held.items():
-        files.setdefault(entry.file, {})[name] = entry
+        files.setdefault(entry.file, set()).add(name)
     with directory(output, force) as staging, ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        jobs = [pool.submit(_file, source / file, staging / file, files[file], scheme) for file in sorted(files)]
+        one = lambda name: (name, save_shard(staging / name, quantized(_tensors(source / name, files[name]), scheme)))  # noqa: E731
+        jobs = [pool.submit(one, name) for name in sorted(files)]
         where: dict[str, str] = {}
         size = 0
         try:
@@ -79,37 +76,9 @@ def convert(
             raise
         copy_assets(source, staging)
         if set(files) != {SINGLE}:
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-            (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            write_index(staging, where, size)
         config["quantization_config"] = quantization_config(scheme, left(held, taken))
         write_config(staging, config)
-
-
-def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Scheme) -> tuple[str, dict[str, int]]:
-    """Convert one file: its name, and the bytes of each tensor in it.
-
-    Wider dtypes come first, so that each tensor is at a multiple of its item's size.
-    """
-    plan = [tensor for name, entry in entries.items() for tensor in _outcome(name, entry, scheme)]
-    plan.sort(key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    head = header(plan)
-    places = dict(
-        zip((tensor.name for tensor in plan), accumulate((t.size for t in plan), initial=len(head)), strict=False)
-    )
-    with output.open("wb") as out:
-        out.write(head)
-        for name, tensor in quantized(_tensors(source, entries.keys()), scheme):
-            out.seek(places[name])
-            out.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return output.name, {tensor.name: tensor.size for tensor in plan}
-
-
-def _outcome(name: str, entry: Entry, scheme: Scheme) -> list[TensorHeader]:
-    """What one tensor of the source becomes."""
-    if name not in (scheme.chosen or ()):
-        return [TensorHeader(name, getattr(torch, entry.dtype), entry.shape)]
-    scales = TensorHeader(scheme.scale_name(name), torch.float32, scheme.scale_shape(entry.shape))
-    return [TensorHeader(name, FP8, entry.shape), scales]
 
 
 def _tensors(path: Path, names: Set[str]) -> Stream:

@@ -1,5 +1,4 @@
-"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at
-a time.
+"""A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a file at a time.
 
     hpcrl convert to-hf RUN [DIR]                         # a run's last checkpoint -> DIR (RUN/hf)
     hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
@@ -14,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +28,7 @@ from hpcrl.models.convert.run_paths import run_places
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.files import torch_dist
 from hpcrl.models.files.config_json import read_config
-from hpcrl.models.files.hf_writer import DTYPES, SafetensorsWriter, TensorHeader, copy_assets, directory, split
+from hpcrl.models.files.hf_writer import DTYPES, TensorHeader, copy_assets, directory, save_shards, split
 from hpcrl.models.files.safetensors_files import SafetensorsDirectory
 from hpcrl.models.files.stacked_experts import put, stacks
 from hpcrl.models.files.torch_dist import TorchDist
@@ -78,7 +76,7 @@ def convert(
 
     Args:
         add_missing: tensors of the origin that the checkpoint has none for are copied.
-        save_workers: files that are written at once, each by a thread that holds one tensor.
+        save_workers: files that are written at once, each by a thread that holds its tensors.
         load_workers: those of them that read at once.
 
     Raises:
@@ -93,8 +91,8 @@ def convert(
         jobs += _missing(files, jobs, config) if files else []
         files_plan = split([job.tensors for job in jobs], chunk_size)
         with directory(output, force) as staging:
-            writer = SafetensorsWriter(staging, files_plan)
-            _write(StoredTensors(stored, files, _shapes(config, family), load_workers), jobs, writer, save_workers)
+            read = StoredTensors(stored, files, _shapes(config, family), load_workers)
+            _write(read, jobs, staging, files_plan, save_workers)
             copy_assets(origin, staging, drop=("quantization_config",))
 
 
@@ -135,30 +133,23 @@ class StoredTensors:
             return CUTS[job.rule.kind].join([self.stored.read(job.key, job.at)], self.shapes)
 
 
-def _write(source: StoredTensors, jobs: list[Conversion], writer: SafetensorsWriter, workers: int) -> None:
+def _write(
+    source: StoredTensors, jobs: list[Conversion], staging: Path, plan: list[list[TensorHeader]], workers: int
+) -> None:
     by_name = {job.tensors[0].name: job for job in jobs}
-    total = sum(tensor.size for job in jobs for tensor in job.tensors)
     count = Lock()
 
-    def write(file: list[TensorHeader]) -> None:
+    def read(file: Sequence[TensorHeader]) -> Iterator[tuple[str, torch.Tensor]]:
         own = source.of_thread()
-        for job in (by_name[tensor.name] for tensor in file if tensor.name in by_name):  # in the order of the file
+        for job in (by_name[tensor.name] for tensor in file if tensor.name in by_name):
             for tensor, part in zip(job.tensors, own.read(job), strict=True):
-                writer.add(tensor.name, part)
+                yield tensor.name, part
                 with count:
                     meter.add(tensor.size)
 
-    with (
-        writer,
-        Meter("to Hugging Face", total, "B", size=True) as meter,
-        ThreadPoolExecutor(max_workers=workers) as pool,
-    ):
-        try:
-            for done in as_completed([pool.submit(write, file) for file in writer.plan]):
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    total = sum(tensor.size for file in plan for tensor in file)
+    with Meter("to Hugging Face", total, "B", size=True) as meter:
+        save_shards(staging, plan, read, workers)
 
 
 # ---- what becomes what
@@ -316,7 +307,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--chunk-size", type=int, default=FILE, help="bytes of one file (default 5 GiB)")
     parser.add_argument(
-        "--save-max-workers", type=int, help="files written at once, each with a tensor in memory (default 1)"
+        "--save-max-workers", type=int, help="files written at once, each with its tensors in memory (default 1)"
     )
     parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default all)")
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")

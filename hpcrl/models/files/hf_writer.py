@@ -1,13 +1,12 @@
-"""A Hugging Face model directory, written tensor by tensor and whole or not at all.
+"""A Hugging Face model directory, written file by file and whole or not at all.
 
     with directory(output, force=False) as staging:                    # renamed to `output` at the end
         plan = split([[TensorHeader("model.norm.weight", torch.bfloat16, (64,))], ...], chunk_size)
-        with SafetensorsWriter(staging, plan) as writer:
-            for name in writer.names: writer.add(name, tensor)        # each file's in the order of writer.names
+        save_shards(staging, plan, read)                               # read(file) yields the tensors of one file
         copy_assets(origin, staging)
 
-Invariants: one tensor at a time is in memory, since the header of each file is known before its first tensor; the
-directory appears under its name only when every byte of it is on disk; a directory that was there stays until then.
+Invariants: what one worker holds in memory are the tensors of one file; the directory appears under its name only when
+every byte of it is on disk; a directory that was there stays until then.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import contextlib
 import json
 import os
 import shutil
-import struct
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.models.files import safetensors_files
@@ -33,7 +32,6 @@ from hpcrl.run.rundir import flush
 
 #: torch's dtypes by safetensors' names
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in safetensors_files.DTYPES.items()}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -53,92 +51,65 @@ class TensorHeader:
 def split(groups: Sequence[Sequence[TensorHeader]], chunk_size: int) -> list[list[TensorHeader]]:
     """Tensors for each file, at most `chunk_size` bytes unless a group is larger; a group is never parted.
 
-    A group is what comes out of one source, such as queries, keys and values.  Within a file wider dtypes come first,
-    so that every tensor is at a multiple of its item's size.
+    A group is what comes out of one source, such as queries, keys and values.
     """
-    files: list[list[Sequence[TensorHeader]]] = [[]]
+    files: list[list[TensorHeader]] = [[]]
     filled = 0
     for group in groups:
         size = sum(tensor.size for tensor in group)
         if filled and filled + size > chunk_size:
             files.append([])
             filled = 0
-        files[-1].append(group)
+        files[-1] += group
         filled += size
-    widest = [sorted(file, key=lambda group: -max((t.dtype.itemsize for t in group), default=0)) for file in files]
-    return [[tensor for group in file for tensor in group] for file in widest]
+    return files
 
 
-class SafetensorsWriter:
-    """The safetensors files of a plan; use it as a context, and add every tensor.
+def save_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Write one safetensors file: the bytes of each tensor in it."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    save_file(held, path, {"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in held.items()}
 
-    Those of one file come in the order of `names`; files may be written by several threads, each by one.
+
+def save_shards(
+    path: Path,
+    plan: Sequence[Sequence[TensorHeader]],
+    read: Callable[[Sequence[TensorHeader]], Iterable[tuple[str, torch.Tensor]]],
+    workers: int = 1,
+) -> None:
+    """Write the files of a plan, `workers` of them at once.
+
+    Args:
+        read: the tensors of one file.
     """
-
-    def __init__(self, path: Path, plan: list[list[TensorHeader]]) -> None:
-        self.path = path
-        self.plan = plan
-        total = len(plan)
-        self.files = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
-        if total == 1:
-            self.files = [SINGLE]
-        self.names = [tensor.name for file in plan for tensor in file]
-        self._file = {tensor.name: i for i, file in enumerate(plan) for tensor in file}
-        self._left = [deque(file) for file in plan]
-        self._open: dict[int, BinaryIO] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor of its file.
-
-        Raises:
-            HpcrlError: if the plan has another one next (a defect).
-        """
-        i = self._file[name]
-        wanted = self._left[i].popleft()
-        if (name, tensor.dtype, tuple(tensor.shape)) != (wanted.name, wanted.dtype, wanted.shape):
-            raise HpcrlError(f"{name} {list(tensor.shape)} {tensor.dtype} is not {wanted}, which is next")
-        if i not in self._open:
-            self._open[i] = (self.path / self.files[i]).open("wb")
-            self._open[i].write(header(self.plan[i]))
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._open[i].write(memoryview(data.numpy()))
-        if not self._left[i]:
-            self._close(i)
-
-    def _close(self, i: int) -> None:
-        with self._open.pop(i) as file:
-            file.flush()
-            os.fsync(file.fileno())
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        for i in list(self._open):
-            self._close(i)
-        if kind is not None:
-            return
-        if left := [tensor.name for file in self._left for tensor in file]:
-            raise HpcrlError(f"{len(left)} tensors were not written, {left[0]} first")
-        if len(self.files) > 1:
-            where = {
-                tensor.name: file for file, tensors in zip(self.files, self.plan, strict=True) for tensor in tensors
-            }
-            size = sum(tensor.size for file in self.plan for tensor in file)
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-            (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    total = len(plan)
+    names = [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        try:
+            for done in as_completed(
+                [
+                    pool.submit(lambda n, f: save_shard(path / n, read(f)), n, f)
+                    for n, f in zip(names, plan, strict=True)
+                ]
+            ):
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if total > 1:
+        where = {tensor.name: name for name, file in zip(names, plan, strict=True) for tensor in file}
+        write_index(path, where, sum(tensor.size for file in plan for tensor in file))
 
 
-def header(tensors: Sequence[TensorHeader]) -> bytes:
-    """The length, and the JSON header padded with spaces to a multiple of 8 (the format's rule)."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
-        span = [at, at := at + tensor.size]
-        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+def write_index(path: Path, where: Mapping[str, str], size: int) -> None:
+    """Say in which file each tensor is.
+
+    Args:
+        size: bytes of all.
+    """
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -159,9 +130,10 @@ def directory(output: Path, force: bool) -> Iterator[Path]:
     try:
         yield staging
         settle_directory(staging, output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(staging.parent).free / 1e6
-        raise HpcrlError(f"{output} was not written: {error.strerror} ({free:.1f} MB are free there)") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise HpcrlError(f"{output} was not written: {why} ({free:.1f} MB are free there)") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
