@@ -198,7 +198,7 @@ class Options(
         gathers within a node."""
         if self.weight_transfer != "auto":
             return self.weight_transfer
-        return "ipc" if self.colocate else "vllm" if self.actor_num_nodes == 1 else "nccl"
+        return "vllm" if self.actor_num_nodes == 1 else "ipc" if self.colocate else "nccl"
 
     @property
     def offloads_train(self) -> bool:

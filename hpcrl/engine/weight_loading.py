@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
-    NCCLWeightTransferInitInfo,
-    NCCLWeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -38,7 +38,8 @@ from hpcrl.engine.params.layers import Holdings
 from hpcrl.errors import DataError
 from hpcrl.models.files.safetensors_files import listing, read_header
 from hpcrl.weights.comparison import dtype_name
-from hpcrl.weights.update_backend import BACKENDS, VLLM
+from hpcrl.weights.update_backend import BACKENDS, VLLM, VLLM_IPC
+from hpcrl.weights.vllm_transfer import IpcHandle
 
 if TYPE_CHECKING:
     from hpcrl.engine.pieces.piece_receiver import PieceReceiver
@@ -289,16 +290,32 @@ class _Loader:
         self.receiver.load_whole(list(weights))
 
 
+class _IpcEngine(IPCWeightTransferEngine):
+    """vLLM's, but for handles: it would unpickle those that come over HTTP."""
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        handles = msgspec.convert(update_dict["ipc_handles"], dict[str, IpcHandle])
+        return super().parse_update_info(
+            update_dict | {"ipc_handles": {gpu: handle.arguments() for gpu, handle in handles.items()}}
+        )
+
+
 class VllmReceiver(Receiver):
     """`Receiver` with vLLM's engine in it."""
 
-    init_info_cls: Any = NCCLWeightTransferInitInfo
-    update_info_cls: Any = NCCLWeightTransferUpdateInfo
-
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        loader = cast("torch.nn.Module", _Loader(self))
-        self.wire = NCCLWeightTransferEngine(config, vllm_config, device, loader)
+        kind = _IpcEngine if config.backend == VLLM_IPC else NCCLWeightTransferEngine
+        self.wire: WeightTransferEngine = kind(config, vllm_config, device, cast("torch.nn.Module", _Loader(self)))
+        self.init_info_cls = self.wire.init_info_cls
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        return self.wire.parse_update_info(update_dict)
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        if isinstance(self.wire, _IpcEngine):
+            self.wire.shutdown()  # lets the trainer's buffer go
 
     def init_transfer_engine(self, init_info: Any) -> None:
         self.wire.shutdown()  # of an update that failed
@@ -317,4 +334,6 @@ def register_receiver() -> None:
     """Make it known to vLLM in this process, under each of our names; a name that is known already is left as it is."""
     for backend in BACKENDS:
         if backend not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(backend, VllmReceiver if backend == VLLM else Receiver)
+            WeightTransferEngineFactory.register_engine(
+                backend, VllmReceiver if backend in (VLLM, VLLM_IPC) else Receiver
+            )

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
-from hpcrl.models.files.fp8 import Scheme, scheme_of
+from hpcrl.models.files.fp8 import Scheme, quantized, scheme_of
 from hpcrl.models.lora.serving import served_as
-from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json
+from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json, gather_json
 from hpcrl.trainer.megatron.hf_weights import export
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.parameter_shards import holdings, part_group
@@ -36,10 +36,11 @@ from hpcrl.weights.pieces.messages import pieces_of
 from hpcrl.weights.pieces.piece_sender import JoinCommand, PieceSender, join_as_rank
 from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.pieces.wire import process_identity
+from hpcrl.weights.vllm_transfer import IpcHandle, ShareCommand
 
 PLACE = 192  #: bytes of a process identity
 TEXT = 512  #: bytes of an error's text
-Word = Literal["gather", "describe", "join", "prepare_values", "send", "end"]
+Word = Literal["gather", "describe", "join", "prepare_values", "send", "share", "end"]
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -127,6 +128,23 @@ class WeightExporter:
         assert self.piece_sender is not None and self.numbers is not None, "join() and prepare() come first"
         return self.piece_sender.send(self.numbers)
 
+    def everywhere(self) -> Pairs:
+        """Every whole tensor, as it is sent, on the GPU of every rank; collective."""
+
+        def brought() -> Pairs:
+            for name, tensor in export(self.policy, self.patient, heads=self.heads):
+                if self.rank:
+                    tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.policy.ranks.device)
+                whole = tensor.detach().contiguous()
+                dist.broadcast(whole, 0)
+                yield name, whole
+
+        return quantized(brought(), self.scheme)
+
+    def share(self, command: ShareCommand) -> None:
+        stream = ((name, tensor.to(getattr(torch, command.dtypes[name]))) for name, tensor in self.everywhere())
+        share(stream, command, self.rank, self.patient)
+
     def leave(self) -> None:
         """Give up memory and group."""
         if self.piece_sender is not None:
@@ -173,6 +191,10 @@ class WeightStream:
         self._say("send")
         return self._outcome(self.exporter.send)
 
+    def share(self, command: ShareCommand, checked: Callable[[Pairs], Pairs], client: Any) -> None:
+        self._say("share", msgspec.to_builtins(command))
+        share(checked(self.exporter.everywhere()), command, 0, self.exporter.patient, client)
+
     def abort(self) -> None:
         """From another thread: have what is under way here fail."""
         self.exporter.leave()
@@ -212,6 +234,8 @@ class WeightStream:
                 self._outcome(self.exporter.send)
             elif word == "prepare_values":
                 self.exporter.prepare()
+            elif word == "share":
+                self.exporter.share(msgspec.convert(what, ShareCommand))
             else:
                 self.exporter.describe()
 
@@ -240,3 +264,46 @@ class WeightStream:
         if self.exporter.rank == 0 and any(texts):
             raise PeerError(next(filter(None, texts)))
         return sum(struct.unpack("<q", one[:8])[0] for one in found)
+
+
+def share(stream: Pairs, command: ShareCommand, rank: int, patient: dist.ProcessGroup, client: Any = None) -> None:
+    """What each rank does in an update over CUDA IPC; collective.
+
+    Args:
+        stream: every whole tensor, on this rank's GPU, as it is sent.
+        patient: a gloo group of all ranks.
+        client: of rank 0.
+
+    Raises:
+        PeerError: on every rank, if the engines fail.
+    """
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerWeightTransferEngine
+
+    class Trainer(IPCTrainerWeightTransferEngine):
+        """vLLM's, with handles as JSON, and with ranks that end together when the engines fail."""
+
+        failed: Exception | None = None
+
+        def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple[Any, ...]]]) -> list[dict[str, Any]]:
+            mine = {gpu: IpcHandle.of(found) for gpu, found in handles[0].items()}
+            return [dict(pair for found in gather_json(mine) for pair in found.items())]
+
+        def _do_send(self, *what: Any, **named: Any) -> None:
+            try:
+                super()._do_send(*what, **named)
+            except Exception as error:  # noqa: BLE001  (raised where all ranks learn it)
+                self.failed = error
+
+        def _post_send_sync(self) -> None:
+            said = broadcast_json(self.failed and str(self.failed), group=patient)
+            if self.failed or said:
+                raise self.failed or PeerError(f"trainer rank 0: {said}")
+            torch.cuda.ipc_collect()
+
+    Trainer(
+        client=client,
+        source=stream,  # type: ignore[arg-type]
+        is_sender=rank == 0,
+        packed=True,
+        packed_buffer_size_bytes=command.limit,
+    ).send_weights()

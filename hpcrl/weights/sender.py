@@ -28,8 +28,8 @@ from hpcrl.weights.comparison import Comparison, Differs, dtype_name
 from hpcrl.weights.disk import DiskUpdate, Written
 from hpcrl.weights.pieces.piece_update import PieceUpdate
 from hpcrl.weights.pieces.planning import Source, needed_tensors, stranger
-from hpcrl.weights.update_backend import DISK, VLLM
-from hpcrl.weights.vllm_transfer import VllmUpdate
+from hpcrl.weights.update_backend import DISK, VLLM, VLLM_IPC
+from hpcrl.weights.vllm_transfer import VllmIpcUpdate, VllmUpdate
 from hpcrl.weights.worker_calls import WorkerCalls
 
 NOTICED = 3.0  #: seconds within which the end of an engine shows
@@ -64,7 +64,7 @@ class WeightSender:
         self.options = options
         self.is_driver = is_driver
         self.fleet: EngineBroadcast | None = None
-        self.update: PieceUpdate | DiskUpdate | VllmUpdate | None = None
+        self.update: PieceUpdate | DiskUpdate | VllmUpdate | VllmIpcUpdate | None = None
         coded = is_driver and options.hf_checkpoint and (base or not self.adapter)
         self.scheme = scheme_of(options.hf_checkpoint) if coded else None
         self.manifests: list[list[dict[str, Any]]] = []
@@ -99,7 +99,7 @@ class WeightSender:
                 self.ties.setdefault(need["same_as"], []).append(name)
         self.update = self._way(fleet)
 
-    def _way(self, fleet: EngineBroadcast) -> PieceUpdate | DiskUpdate | VllmUpdate:
+    def _way(self, fleet: EngineBroadcast) -> PieceUpdate | DiskUpdate | VllmUpdate | VllmIpcUpdate:
         """How updates go to these engines.
 
         Raises:
@@ -113,8 +113,9 @@ class WeightSender:
                 f"how the engines hold {first['opaque'][0]}* is not known, so that it cannot be updated",
                 "use --weight-transfer disk",
             )
-        if first["backend"] == VLLM:
-            return VllmUpdate(fleet, self.manifests, self.options, self.scheme)
+        if first["backend"] in (VLLM, VLLM_IPC):
+            kind = VllmUpdate if first["backend"] == VLLM else VllmIpcUpdate
+            return kind(fleet, self.manifests, self.options, self.scheme)
         return PieceUpdate(fleet, self.manifests, self.options, self.scheme, self.host)
 
     def _calls(self, fleet: EngineBroadcast) -> WorkerCalls:

@@ -5,7 +5,7 @@
     nccl    NCCL between GPUs
     ipc     memory of the GPUs that trainer and engines share, between hosts NCCL
     disk    a directory of safetensors, which every engine reads
-    vllm    whole tensors from rank 0, by vLLM's own NCCL weight transfer
+    vllm    whole tensors, by vLLM's own weight transfer: over NCCL from rank 0, on shared GPUs over CUDA IPC
 
 Invariant: a run sends its updates in the way that `route` predicts.
 """
@@ -26,10 +26,11 @@ NCCL = "hpcrl_nccl"
 IPC = "hpcrl_ipc"
 DISK = "hpcrl_disk"
 VLLM = "hpcrl_vllm"
+VLLM_IPC = "hpcrl_vllm_ipc"  #: of --weight-transfer vllm on GPUs that trainer and engines share
 #: the engines' ends that take pieces, and who gets bytes once together
 TAKES_PIECES: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
 #: vLLM's names of all of them: "hpcrl_" and the value of --weight-transfer
-BACKENDS = (*TAKES_PIECES, DISK, VLLM)
+BACKENDS = (*TAKES_PIECES, DISK, VLLM, VLLM_IPC)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def transfer_obstacle(transfer: str, site: TransportConditions) -> str | None:
     """Why a way cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
     if transfer in ("nccl", "ipc", "vllm") and site.cpu:
         return "needs CUDA, but vLLM's CPU build is installed"
-    if transfer in ("nccl", "vllm") and site.colocate:
+    if transfer == "nccl" and site.colocate:
         return "takes a GPU once, and with --colocate trainer and engines share theirs"
     if transfer == "ipc" and not site.colocate:
         return "is for engines on the trainer's GPUs: it needs --colocate"
@@ -80,7 +81,7 @@ def choose(wish: str, site: TransportConditions) -> str:
 
 
 def _names() -> list[str]:
-    return [backend.removeprefix("hpcrl_") for backend in BACKENDS]
+    return [backend.removeprefix("hpcrl_") for backend in BACKENDS if backend != VLLM_IPC]
 
 
 def destination_host(sharing: Sharing, engine: int, worker: int, where: str) -> str:
@@ -118,8 +119,8 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
     Raises:
         UsageError: as of `backend`.
     """
-    name = _way(options, plan, cpu)
-    return Route(name, f"hpcrl_{name}", f"hpcrl_{name}" not in TAKES_PIECES)
+    name, end = _way(options, plan, cpu), backend(options, plan, cpu)
+    return Route(name, end, end not in TAKES_PIECES)
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
@@ -128,7 +129,8 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
     Raises:
         UsageError: when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
-    return f"hpcrl_{_way(options, plan, cpu)}"
+    name = _way(options, plan, cpu)
+    return VLLM_IPC if name == "vllm" and options.colocate and not plan.external else f"hpcrl_{name}"
 
 
 def _way(options: Options, plan: Plan, cpu: bool) -> str:

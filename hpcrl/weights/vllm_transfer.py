@@ -1,11 +1,13 @@
-"""The trainer's side of --weight-transfer vllm: rank 0 broadcasts whole tensors by vLLM's own NCCL trainer class.
+"""The trainer's side of --weight-transfer vllm: whole tensors by vLLM's own trainer classes.
 
     update = VllmUpdate(fleet, manifests, options, scheme)
     update.stage(ranks, checked, compare, version)   # names, dtypes and shapes; the communicator, the first time
-    update.send()                                    # the ranks gather, rank 0 broadcasts, every worker takes its part
+    update.send()                                    # the ranks gather, every worker takes its part
 
-Rank 0 is member 0 of the communicator; the workers follow, engine by engine. NCCL's name goes to the engines under
-their keys, so nothing listens and nothing is pickled.
+`VllmUpdate`: rank 0 broadcasts over NCCL, as member 0 of a communicator; the workers follow, engine by engine. NCCL's
+name goes to the engines under their keys, so nothing listens.
+`VllmIpcUpdate`: every rank packs all tensors into a buffer of its own GPU, which the worker on that GPU opens. vLLM
+pickles the buffers' handles; here they are JSON.
 
 Invariant: metadata and iteration have the same names in the same order, that of `WeightStream.describe`.
 """
@@ -13,11 +15,12 @@ Invariant: metadata and iteration have the same names in the same order, that of
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from math import prod
 from typing import Any
 
+import msgspec
 import torch
 
 from hpcrl.config.options import Options
@@ -82,7 +85,7 @@ def _destroy(joined: Future[Any]) -> None:
         joined.result().destroy()
 
 
-class VllmUpdate:
+class _Update:
     """Updates of one fleet; `bytes` counts the tensors of one update once."""
 
     def __init__(self, fleet: EngineBroadcast, manifests: Manifests, options: Options, scheme: Scheme | None) -> None:
@@ -91,9 +94,31 @@ class VllmUpdate:
         self.options = options
         self.scheme = scheme
         self.bytes = 0
-        self.tensors: _Tensors | None = None
         self.calls = _Calls(fleet)
-        self.trainer: Any = None  #: vLLM's NCCLTrainerWeightTransferEngine
+
+    def _described(self, ranks: Source) -> _Tensors:
+        """Names, dtypes and shapes of what the ranks hold, in the order of their export.
+
+        Raises:
+            HpcrlError: for tensors that only one side has.
+        """
+        held, _ = ranks.describe()
+        needs = needed_tensors(self.manifests)
+        check_codes(held, needs, self.scheme)
+        shapes = {name: tensor.shape for name, tensor in coded(held, self.scheme).items()}
+        if extra := [name for name in shapes if name not in needs]:
+            raise HpcrlError(f"the trainer's {extra[0]} {stranger(extra[0], self.manifests)}")
+        if missing := sorted(needs.keys() - shapes.keys()):
+            raise HpcrlError(f"the trainer lacks {len(missing)} tensors of the engines, the first is {missing[0]}")
+        self.bytes = sum(prod(need.shape) * ITEM_BYTES[need.dtype] for need in needs.values())
+        return _Tensors(shapes, {name: need.dtype for name, need in needs.items()})
+
+
+class VllmUpdate(_Update):
+    """Over NCCL, for engines with GPUs of their own."""
+
+    tensors: _Tensors | None = None
+    trainer: Any = None  #: vLLM's NCCLTrainerWeightTransferEngine
 
     def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
         """What can be done while engines still generate.
@@ -106,16 +131,6 @@ class VllmUpdate:
             self._connect(self.tensors)
         assert self.tensors is not None
         self.tensors.stream = checked(quantized(ranks.gathered(), self.scheme))
-
-    def _described(self, ranks: Source) -> _Tensors:
-        held, _ = ranks.describe()
-        needs = needed_tensors(self.manifests)
-        check_codes(held, needs, self.scheme)
-        shapes = {name: tensor.shape for name, tensor in coded(held, self.scheme).items()}
-        if extra := [name for name in shapes if name not in needs]:
-            raise HpcrlError(f"the trainer's {extra[0]} {stranger(extra[0], self.manifests)}")
-        self.bytes = sum(prod(need.shape) * ITEM_BYTES[need.dtype] for need in needs.values())
-        return _Tensors(shapes, {name: need.dtype for name, need in needs.items()})
 
     def _connect(self, tensors: _Tensors) -> None:
         """Have rank 0 and all workers join a communicator.
@@ -167,3 +182,70 @@ class VllmUpdate:
         self.trainer = None
         if trainer is not None:
             trainer.shutdown()
+
+
+class IpcHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A buffer of bytes on a GPU, as torch's `reduce_tensor` describes it to other processes of the host."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: int
+    memory: bytes
+    storage_size: int
+    storage_offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    waits: bool
+
+    @classmethod
+    def of(cls, found: Sequence[Any]) -> IpcHandle:
+        """From the arguments of torch's `rebuild_cuda_tensor`."""
+        _, size, stride, offset, _, _, *rest = found
+        device, memory, storage_size, storage_offset, _, *counted = rest
+        return cls(tuple(size), tuple(stride), offset, device, memory, storage_size, storage_offset, *counted)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of torch's `rebuild_cuda_tensor`."""
+        kind = torch.Tensor, torch.Size(self.size), self.stride, self.offset, torch.storage.TypedStorage, torch.uint8
+        place = self.device, self.memory, self.storage_size, self.storage_offset, False
+        return (*kind, *place, self.counter, self.counter_offset, self.event, self.waits)
+
+
+class ShareCommand(msgspec.Struct, frozen=True):
+    """What every rank is told of an update over CUDA IPC: dtypes by name, and bytes of its buffer."""
+
+    dtypes: dict[str, str]
+    limit: int
+
+
+class VllmIpcUpdate(_Update):
+    """Over CUDA IPC, for engines on the trainer's GPUs."""
+
+    command: ShareCommand | None = None
+
+    def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
+        """Tell the engines that packed buffers will come, the first time.
+
+        Raises:
+            HpcrlError: for tensors that only one side has.
+        """
+        if self.command is None:
+            tensors = self._described(ranks)
+            largest = max(prod(shape) * ITEM_BYTES[tensors.dtypes[name]] for name, shape in tensors.shapes.items())
+            init = {"init_info": {"packed": True}}
+            self.fleet.post("the weight transfer's init", "/init_weight_transfer_engine", init)
+            self.command = ShareCommand(tensors.dtypes, max(self.options.update_weight_buffer_size, largest))
+        self.share = lambda: ranks.share(self.command, checked, self.calls)
+
+    def send(self) -> None:
+        """One update, between the engines' start and finish.
+
+        Raises:
+            PeerError, DeadlineError: name engine and phase.
+        """
+        self.share()
+
+    def forget(self) -> None:
+        """Nothing is kept."""

@@ -34,9 +34,11 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import http_key
+from hpcrl.weights.update_backend import VLLM_IPC
 from tests.support.children import read_line
 
 REPO = Path(__file__).resolve().parents[2]
+IPC = "shared-gpus"  #: name of a run directory whose engines open memory of the trainer
 
 
 class Nursery:
@@ -179,6 +181,9 @@ def _serve(rundir: RunDir, index: int, sock: socket.socket) -> None:
             from tests.support import vllm_on_cpu
 
             vllm_on_cpu.install()
+        if rundir.root.name == IPC:
+            vllm_on_cpu.install_ipc()
+            server_settings.backend = lambda *_: VLLM_IPC
         with tempfile.TemporaryDirectory(prefix="hpcrl-nursed-", dir="/tmp") as scratch:
             base = dict(os.environ) | {
                 KEY_FILE: str(rundir.keys / "http.key"),

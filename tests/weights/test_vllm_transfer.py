@@ -25,7 +25,7 @@ from hpcrl.trainer.weight_export import WeightExporter
 from hpcrl.weights import vllm_transfer
 from hpcrl.weights.sender import WeightSender
 from tests.support.engines import SMALL, Engines, generate
-from tests.support.forked_engines import Nursery
+from tests.support.forked_engines import IPC, Nursery
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
 from tests.weights.pieces.test_resharded_update import EP2, NEEDED, PP2, TP2, change
@@ -42,7 +42,8 @@ def rank_side(
     """One rank: two updates; seconds and bytes of each, and at the end the tensors, or what went wrong."""
     from tests.support import vllm_on_cpu
 
-    vllm_on_cpu.install()
+    ipc = root.name == IPC
+    (vllm_on_cpu.install_ipc if ipc else vllm_on_cpu.install)()
     vllm_transfer.PACKED = packed
     ranks = initialize(options)
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
@@ -60,7 +61,7 @@ def rank_side(
     for version in range(1, 1 + UPDATES):
         change(policy, version, 1)
         found.append(sender.publish(exporter.stream(), version))
-    if ranks.rank == 0:
+    if ranks.rank == 0 and not ipc:
         before = asked[: asked.index("/init_weight_transfer_engine")]
         assert before[-1] == "/pause?mode=keep", "nothing is sampled while NCCL starts"
     if spoil and ranks.rank == 0:
@@ -131,6 +132,23 @@ def test_tokens_are_those_of_a_fresh_engine(
         assert answer["token_ids"] == expected["token_ids"] and answer["logprobs"] == expected["logprobs"]
         assert {span["version"] for span in answer["weight_versions"]} == {str(UPDATES)}
     assert engines.stop() == count * [0] and fresh.stop() == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param("qwen3", TP2, id="qwen3"), pytest.param("qwen3_moe", TP2 | EP2, id="qwen3_moe", marks=SOAK)],
+)
+def test_every_rank_packs_all_tensors(name: str, layout: dict[str, Any], nursery: Nursery, tmp_path: Path) -> None:
+    """On shared GPUs; the engine reads what the last rank has packed, in many buffers."""
+    model = make_family(tmp_path / "model", name)
+    values = {"weight_transfer": "vllm", "check_weight_update_equal": True, "update_weight_buffer_size": SMALL}
+    engines = nursery.engines(tmp_path / IPC, model, **values)
+    *metrics, tensors = updated(engines, model, 2, **layout)
+    assert len(metrics) == UPDATES and metrics[0]["perf/update_weights_bytes"] > 5 * SMALL
+    fresh = nursery.engines(tmp_path / "fresh", started_from(tensors, model, tmp_path / "new"))
+    answers = [generate(side.address(), PROMPT, 24, seed=7) for side in (engines, fresh)]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"] and answers[0]["logprobs"] == answers[1]["logprobs"]
+    assert engines.stop() == [0] == fresh.stop()
 
 
 @pytest.mark.soak

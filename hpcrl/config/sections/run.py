@@ -119,9 +119,9 @@ class WeightOptions(Base):
     )
     weight_transfer: Literal["auto", "shm", "gloo", "nccl", "ipc", "vllm", "disk"] = opt(
         "auto",
-        "what carries the weights; vllm: vLLM's own NCCL transfer of whole tensors, disk: files, the others: pieces; "
-        "auto with CUDA: ipc with --colocate, else vllm for a trainer on one node, nccl on several; without CUDA: shm "
-        "on one host, gloo on several",
+        "what carries the weights; vllm: vLLM's own transfer of whole tensors, disk: files, the others: pieces; auto "
+        "with CUDA: vllm for a trainer on one node, on several nccl, or ipc with --colocate; without CUDA: shm on one "
+        "host, gloo on several",
     )
     update_weight_disk_dir: str | None = opt(
         None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"

@@ -52,7 +52,7 @@ def update_members(options: Options) -> tuple[int, bool] | None:
         return None
     ranks, a_host = options.world_size, options.actor_num_gpus_per_node
     if options.colocate:
-        return (ranks, True) if ranks > a_host else None
+        return (ranks, True) if ranks > a_host and transfer != "vllm" else None
     return (1 if transfer == "vllm" else ranks) + options.engine_gpus, True  # or on one, which takes less
 
 

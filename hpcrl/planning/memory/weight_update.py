@@ -72,12 +72,14 @@ class WholeUpdate:
 
     Attributes:
         transfer: the value of --weight-transfer.
+        backend: vLLM's name of the engines' end.
         bytes: of all tensors.
-        messages: files, or broadcasts.
+        messages: files, broadcasts, or buffers.
         link: the rate of a card's link in Gb/s.
     """
 
     transfer: str
+    backend: str
     bytes: int
     messages: int
     link: float
@@ -107,19 +109,27 @@ def predict(
     Raises:
         UsageError: for a --weight-transfer that cannot be there.
     """
-    from hpcrl.weights.update_backend import NCCL, route  # imports ZeroMQ, which a dry run does not need
+    from hpcrl.weights.update_backend import (
+        DISK,
+        IPC,
+        NCCL,
+        VLLM,
+        VLLM_IPC,
+        route,
+    )  # imports ZeroMQ, which a dry run does not need
 
     if served_as(options, family, config) == "adapter":
         return AdapterUpdate(adapter_parameters(options, family, config) * (2 if options.bf16 else 4))
     found = route(options, plan, cpu=not options.bf16)
     size = _bytes(options, family, config)
-    whole = WholeUpdate(found.transfer, size, -(-size // options.update_weight_buffer_size), link)
-    if found.whole and found.transfer != "vllm":
+    whole = WholeUpdate(found.transfer, found.backend, size, -(-size // options.update_weight_buffer_size), link)
+    if found.backend == DISK:
         return whole
-    pieces = in_pieces(options, family, config, plan, NCCL if found.whole else found.backend, link)
+    other = {VLLM: NCCL, VLLM_IPC: IPC, NCCL: VLLM, IPC: VLLM_IPC}.get(found.backend)
+    pieces = in_pieces(options, family, config, plan, (other if found.whole else None) or found.backend, link)
     if found.whole:
         return replace(whole, instead=pieces)
-    return replace(pieces, instead=replace(whole, transfer="vllm")) if found.transfer == "nccl" else pieces
+    return pieces if other is None else replace(pieces, instead=replace(whole, transfer="vllm", backend=other))
 
 
 def _bytes(options: Options, family: Family, config: Config) -> int:
@@ -333,9 +343,9 @@ def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
         return
     if isinstance(update, WholeUpdate):
         yield "weights of one update: whole tensors, gathered by rank 0 (planned; docs/sizing.md)"
-        yield f"  {update.bytes / GB:.1f} GB {WHOLE[update.transfer]} (--weight-transfer {update.transfer})"
+        yield f"  {update.bytes / GB:.1f} GB {WHOLE[update.backend]} (--weight-transfer {update.transfer})"
         if update.transfer == "vllm":
-            yield f"  {update.seconds:.2f} s through a link of {update.link:g} Gb/s, in {update.messages} broadcasts"
+            yield f"  {update.seconds:.2f} s through a link of {update.link:g} Gb/s, in {update.messages} messages"
         if (other := update.instead) is not None:
             yield (
                 f"  --weight-transfer {other.transfer} instead: {other.plan.sent().sum() / GB:.1f} GB from all ranks, "
@@ -361,7 +371,7 @@ def update_lines(update: Update | WholeUpdate | AdapterUpdate) -> Iterator[str]:
         whole = update.instead
         yield (
             f"  --weight-transfer vllm instead: {whole.bytes / GB:.1f} GB from rank 0, {whole.seconds:.2f} s, in "
-            f"{whole.messages} broadcasts"
+            f"{whole.messages} messages"
         )
     packed, taken = plan.largest()
     yield (
@@ -377,8 +387,9 @@ SENT = {
     "nccl": "by NCCL, from GPU to GPU",
     "ipc": "in GPU memory that workers of a host open, between hosts by NCCL from rank to rank",
 }
-#: --weight-transfer -> how it carries whole tensors
+#: the engines' end -> how whole tensors come there
 WHOLE = {
-    "disk": "are written to files, which every engine reads",
-    "vllm": "go by NCCL from trainer rank 0 to every worker",
+    "hpcrl_disk": "are written to files, which every engine reads",
+    "hpcrl_vllm": "go by NCCL from trainer rank 0 to every worker",
+    "hpcrl_vllm_ipc": "are brought to every trainer rank, in memory that the worker on its GPU opens",
 }

@@ -144,7 +144,8 @@ def test_waiting_peers_and_leaving_peers() -> None:
     [
         ({}, False, "hpcrl_vllm"),
         ({"actor_num_nodes": 2}, False, "hpcrl_nccl"),
-        ({"colocate": True}, False, "hpcrl_ipc"),
+        ({"colocate": True}, False, "hpcrl_vllm_ipc"),
+        ({"colocate": True, "actor_num_nodes": 2}, False, "hpcrl_ipc"),
         ({}, True, "hpcrl_shm"),
         ({"weight_transfer": "nccl"}, True, "--weight-transfer nccl needs CUDA"),
         ({"weight_transfer": "nccl", "colocate": True}, False, "--weight-transfer nccl takes.*once"),
