@@ -6,6 +6,7 @@ What needs torch or vLLM says so, with the way to install them.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -26,12 +27,14 @@ from tests.documents.texts import REPO, printed
 from tests.documents.typed import CONFIG, typed
 from tests.documents.which import cheap, helped
 from tests.support.able import require
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.first_steps import begun, typed_in
-from tests.support.runs import all_gone, rows
+from tests.support.runs import SubmittedRun, all_gone, rows
 
 pytestmark = pytest.mark.process
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 FIRST = "hpcrl init mine && cd mine && hpcrl run"
+REWARD = '"""Not the reward that init wrote."""\n\n\ndef reward(options, sample):\n    return 0.5\n'
 SHORT = "--num-rollout 2 --rollout-batch-size 8"  #: behind `hpcrl run`
 
 
@@ -151,23 +154,67 @@ def test_a_folder_to_start_from_comes_with_the_wheel(bare: Path, elsewhere: Scen
         assert refused.returncode == 2 and "hpcrl[gpu]" in refused.stderr, refused.stderr
 
 
-@pytest.mark.vllm
-def test_folders_with_an_engine_train(wheel: Path, tmp_path: Path) -> None:
-    """With what the wheel brings alone, at the same time: the folders for tools and agents, as their READMEs say, and the
-    first one as the pages say, to its end.  Rewards' tests pass, every run trains, and nothing is left."""
-    programs, packages = installed(wheel, tmp_path / "venv")
+@pytest.fixture(scope="module")
+def whole(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel and all that is installed here."""
+    programs, packages = installed(wheel, tmp_path_factory.mktemp("whole") / "venv")
     lent = [entry for entry in sys.path if Path(entry).name == "site-packages" and os.path.isdir(entry)]
     (packages / "lent.pth").write_text("".join(f"{entry}\n" for entry in lent))  # after the wheel's own
-    where = typed_in(tmp_path, "python -c 'import hpcrl; print(hpcrl.__file__)'", programs=programs)
+    where = typed_in(packages, "python -c 'import hpcrl; print(hpcrl.__file__)'", programs=programs)
     assert where.startswith(str(packages))
+    return programs
+
+
+@pytest.mark.vllm
+def test_folders_with_an_engine_train(whole: Path, tmp_path: Path) -> None:
+    """With what the wheel brings alone, at the same time: the folders for tools and agents, as their READMEs say, and the
+    first one as the pages say, to its end.  Rewards' tests pass, every run trains, and nothing is left."""
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(typed_in, tmp_path, FIRST, programs=programs)
-        roots = list(pool.map(lambda task: begun(tmp_path, task, SHORT, programs), ("tools", "agents")))
+        first = pool.submit(typed_in, tmp_path, FIRST, programs=whole)
+        roots = list(pool.map(lambda task: begun(tmp_path, task, SHORT, whole), ("tools", "agents")))
         assert "finished" in first.result()
     for root, steps in zip([*roots, *(tmp_path / "mine" / "runs").glob("mine-*")], (2, 2, 24), strict=True):
         found = [row for row in rows(root) if "train/loss" in row]
         assert len(found) == steps and all(row["train/grad_norm"] > 0 for row in found), root
         assert max(row["rollout/reward"] for row in found) > 0 and all_gone(root, []), root
+
+
+@pytest.mark.vllm
+@pytest.mark.core
+def test_the_first_hour(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an empty directory to a job on Slurm with an own reward, in eight commands."""
+    slurm = FakeSlurm(tmp_path / "slurm")
+    Path(slurm.env["HPCRL_SITE"]).write_text('layout = "homogeneous"\ntime = "30"\n[trainer]\ngpus_per_node = 2\n')
+    for name in ("PATH", "HPCRL_SITE"):
+        monkeypatch.setenv(name, slurm.env[name])
+    (place := tmp_path / "empty").mkdir()
+    typed = functools.partial(typed_in, place, programs=whole)
+    typed("hpcrl init mine")
+    (place / "mine" / "reward.py").write_text(REWARD)
+    small = "--rollout-batch-size 4 --n-samples-per-prompt 2"
+    job = SubmittedRun(place / "there")
+
+    def phase() -> str:
+        state = job.root / "state.json"
+        return json.loads(state.read_text())["phase"] if state.exists() else ""
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            run = pool.submit(typed, f"hpcrl run mine --num-rollout 1 --run-dir here {small}")
+            typed(f"hpcrl submit mine --num-rollout 5000 --run-dir there {small}")
+            job.until(lambda: job.steps() > 0 or phase() == "failed")
+            assert "running" in (said := typed("hpcrl status there")) and " of 5000" in said, said
+            typed("hpcrl stop there")
+            job.until(lambda: phase() == "stopped")
+            before = job.steps()
+            typed("hpcrl resume there")
+            job.until(lambda: job.steps() > before or phase() == "failed")
+            assert "finished" in run.result()
+    finally:
+        slurm.end(0)
+    assert "comparison.html" in typed("hpcrl report here there")
+    found = [row["rollout/reward"] for root in ("here", "there") for row in rows(place / root) if "train/loss" in row]
+    assert len(found) - 1 > before and {*found} == {0.5}, found
 
 
 def test_the_line_of_the_pages() -> None:
