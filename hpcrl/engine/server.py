@@ -17,7 +17,6 @@ from argparse import Namespace, _AppendAction
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpcrl.engine.bounded_http import bounded_http
 from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
 from hpcrl.engine.vllm_pickles import SPAWNED, read_by_list
@@ -191,6 +190,34 @@ def main() -> int:
             context.rundir.fail("engine", context.index, f"on {place}: {error}", failure_kind(error))
         return error.exit_code
     return 0
+
+
+# ---- HTTP with a limit
+#
+# uvicorn's HTTP with a limit for what comes before a request's body, for its option `http`.
+#
+# With httptools, uvicorn itself keeps a request line and headers without end, before the guard of the engine's key
+# sees the request. No body is read of a request that the guard refuses.
+
+HEAD = 2**16  #: bytes of a request before its body
+
+
+def bounded_http() -> type[Any]:
+    """uvicorn's protocol that ends a connection over which more than HEAD bytes have come and no request."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class BoundedHttp(AutoHTTPProtocol):
+        came = 0  #: bytes since the last request
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            waiting = self.cycle is before and (before is None or before.response_complete)
+            self.came = self.came + len(data) if waiting else 0
+            if self.came > HEAD:
+                self.transport.abort()
+
+    return BoundedHttp
 
 
 if __name__ == "__main__":

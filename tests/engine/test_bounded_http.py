@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from hpcrl.engine.bounded_http import HEAD, bounded_http
 from hpcrl.engine.key_guard import admits
+from hpcrl.engine.server import HEAD, bounded_http
 
 KEY = b"k" * 64
 WITH_KEY = b"Authorization: Bearer " + KEY + b"\r\n"

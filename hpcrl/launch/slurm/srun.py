@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.box_trials import wait_for_trials
@@ -27,7 +28,7 @@ from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts
 from hpcrl.launch.local import spawn
 from hpcrl.launch.node_checks.all_nodes import NodesJob, NodeStep, examine
-from hpcrl.launch.slurm.node_sharing import refuse_shared_nodes
+from hpcrl.launch.slurm import squeue
 from hpcrl.launch.slurm.squeue import ECHOES, REFUSED
 from hpcrl.launch.slurm.steps import KEPT, HetGroup, Step, step_on, without_container
 from hpcrl.launch.standalone_engine import elsewhere
@@ -36,10 +37,12 @@ from hpcrl.report.file_tail import last_lines
 from hpcrl.report.progress import say
 from hpcrl.run.heartbeat import LEAST
 from hpcrl.run.job_files import BEAT, CANCEL, OVER, STATE, STOP
+from hpcrl.run.process import CommandResult
 from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.retry import Pauses
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
@@ -316,3 +319,67 @@ def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
         of_tasks = [line for line in lines if not line.startswith("srun: ")][-1:]  # srun only says that they ended
         why = (ours or of_tasks or [line for line in lines if "error: " in line] or ["srun gave no reason"])[0]
         raise HpcrlError(f"the first tasks did not start: {why}", f"see {log}")
+
+
+# ---- other users on these nodes
+#
+# Whether other users may run on the nodes of this job, in Slurm's own words.
+#
+# An engine over several hosts has vLLM's own store and message queues on the network, which admit any peer; on nodes
+# of this user alone there is no other user's process to be one.
+#
+# Invariant: nodes count as this user's alone only where Slurm says so; an answer that cannot be had counts as no.
+
+PATIENCE = 60.0  #: seconds that Slurm may take until it answers
+
+#: of `scontrol show job`: nodes for this job, for this user
+ALONE = re.compile(r"\b(OverSubscribe=(NO|USER)|Exclusive=(NODE|USER|TOPO))\b")
+#: the same of `scontrol show partition`
+ALONE_THERE = re.compile(r"\b(OverSubscribe=EXCLUSIVE|ExclusiveUser=YES)\b")
+
+
+def refuse_shared_nodes(plan: Plan) -> None:
+    """Raise UsageError if an engine of this plan lies on several nodes that other users may use, unless the site's
+    profile allows that."""
+    wide = [number for number, engine in enumerate(plan.engines) if engine.also]
+    if not wide or os.environ.get("HPCRL_SHARED_NODES"):
+        return
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if (why := shared(job)) is not None:
+        hosts = ", ".join(part.host for part in plan.engine_nodes(wide[0]))
+        raise UsageError(
+            f"engine {wide[0]} lies on {hosts}, which other users may share ({why}), and vLLM's connections between "
+            "hosts do not prove who is there: another user of the network could run code in it",
+            "ask for whole nodes (exclusive = true in the site's profile, or sbatch --exclusive), or set "
+            "shared_nodes = true there",
+        )
+
+
+def shared(job: str) -> str | None:
+    """Why the nodes of a job do not count as its user's alone; None if they do."""
+    answer = _scontrol_show("job", job)
+    if answer.code != 0:
+        return f"scontrol show job {job}: {answer.last_output}"
+    for line in filter(str.strip, answer.out.splitlines()):
+        partition = re.search(r"\bPartition=(\S+)", line)
+        if not ALONE.search(line) and not (partition and _alone_in(partition[1])):
+            said = re.search(r"\bOverSubscribe=\S+", line)
+            return f"Slurm says {said[0]}" if said else "Slurm does not say"
+    return None
+
+
+def _scontrol_show(what: str, name: str) -> CommandResult:
+    """What `scontrol show` says; asked again for PATIENCE seconds, since a controller that starts hundreds of nodes is
+    busy."""
+    deadline = Deadline(PATIENCE)
+    for pause in Pauses(1.0, 10.0):
+        answer = squeue.call(["scontrol", "--oneliner", "show", what, name])
+        if answer.code == 0 or deadline.left < pause:
+            break
+        time.sleep(pause)
+    return answer
+
+
+def _alone_in(partition: str) -> bool:
+    answer = _scontrol_show("partition", partition)
+    return answer.code == 0 and bool(ALONE_THERE.search(answer.out))

@@ -4,7 +4,7 @@
 (`hpcrl/trainer/cpu/cpu_shim.py`).  The versions that were read are 0.16.1 and 0.20 as of August 2026.
 
 Other files have parts of their own where Megatron lets one name a layer or a hook, and change nothing of Megatron's:
-`packed_attention.py` and `latent_attention.py` (layers without Transformer Engine; 0.19 chooses another norm),
+`packed_attention.py` (layers without Transformer Engine; 0.19 chooses another norm),
 `delta_net_layer.py` (that of 0.16 refuses packed sequences, and all ask for the fla kernels), `mtp.py` and
 `output_head.py` (a loss of some rows alone).  `fusions.py` only chooses among Megatron's switches.
 

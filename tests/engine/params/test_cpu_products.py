@@ -27,7 +27,7 @@ def test_products_are_vllms(name: str, prefill: bool, dtype: torch.dtype) -> Non
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from hpcrl.engine.params.cpu_products import AdapterProducts, replace_products
+    from hpcrl.engine.params.adapter_slot import AdapterProducts, replace_products
 
     requests, lengths = PASSES[name]
     tokens = tuple(one for one, length in zip(requests, lengths, strict=True) for _ in range(length))
@@ -61,7 +61,7 @@ def test_a_token_does_not_depend_on_others(dtype: torch.dtype) -> None:
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from hpcrl.engine.params.cpu_products import AdapterProducts
+    from hpcrl.engine.params.adapter_slot import AdapterProducts
 
     draw = torch.Generator().manual_seed(2)
     inputs, columns, rank, most = 320, 960, 8, 64

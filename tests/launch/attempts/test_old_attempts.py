@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hpcrl.cli.main import main
-from hpcrl.launch.attempts.old_attempts import begin_tidying, tidy
+from hpcrl.launch.attempts.attempt import begin_tidying, tidy
 from hpcrl.plan import Location, Plan
 from hpcrl.report.timeline.reading import read_stage
 from hpcrl.report.timeline.spans import FOLDER, Timeline, merged_of, role_timeline
@@ -112,7 +112,7 @@ def test_a_crash_on_the_way_loses_nothing(run: RunDir, monkeypatch: pytest.Monke
 
     old = RunDir(run.root, 0)
     with monkeypatch.context() as patched:
-        patched.setattr("hpcrl.launch.attempts.old_attempts.shutil.rmtree", crash)
+        patched.setattr("hpcrl.launch.attempts.attempt.shutil.rmtree", crash)
         for name in ("peers", "hosts", "doctor", BEATS, "answers-1"):
             for path in (old.here / name).glob("*"):
                 path.unlink()

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch.slurm import node_sharing, squeue
+from hpcrl.launch.slurm import squeue, srun
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run.process import CommandResult
 
@@ -26,7 +26,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, *jobs: str, code: int = 0) -> None:
         return CommandResult(code, "".join(jobs) if "job" in words else PARTITIONS[words[-1]], "scontrol: no")
 
     monkeypatch.setattr(squeue, "call", call)
-    monkeypatch.setattr(node_sharing, "PATIENCE", 0.0)
+    monkeypatch.setattr(srun, "PATIENCE", 0.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
 
@@ -43,7 +43,7 @@ def plan() -> Plan:
 def test_nodes_of_one_user_are_recognised(monkeypatch: pytest.MonkeyPatch, over: str, partition: str) -> None:
     """By the job's word or by its partition's."""
     slurm(monkeypatch, JOB.format(over=over, partition=partition))
-    node_sharing.refuse_shared_nodes(plan())
+    srun.refuse_shared_nodes(plan())
 
 
 def test_an_engine_over_shared_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,17 +53,17 @@ def test_an_engine_over_shared_nodes_is_refused(monkeypatch: pytest.MonkeyPatch)
     for jobs, code in (([alone, JOB.format(over="OK", partition="open")], 0), ([], 1)):
         slurm(monkeypatch, *jobs, code=code)
         with pytest.raises(UsageError, match="shared_nodes = true") as caught:
-            node_sharing.refuse_shared_nodes(plan())
+            srun.refuse_shared_nodes(plan())
         assert "engine 0 lies on n1, n2" in caught.value.what
         with monkeypatch.context() as allowed:
             allowed.setenv("HPCRL_SHARED_NODES", "1")
-            node_sharing.refuse_shared_nodes(plan())
+            srun.refuse_shared_nodes(plan())
     near = make_plan(OPTIONS, [Host("n0", 1, "10.0.0.1", "eth0"), Host("n1", 2, "10.0.0.2", "eth0")], "run")
-    node_sharing.refuse_shared_nodes(near)
+    srun.refuse_shared_nodes(near)
 
 
 def test_a_busy_controller_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [CommandResult(1, "", "timed out"), CommandResult(0, JOB.format(over="NO", partition="open"), "")]
     monkeypatch.setattr(squeue, "call", lambda *_: answers.pop(0))
-    monkeypatch.setattr(node_sharing.time, "sleep", lambda _: None)
-    assert node_sharing.shared("7") is None and not answers
+    monkeypatch.setattr(srun.time, "sleep", lambda _: None)
+    assert srun.shared("7") is None and not answers

@@ -31,10 +31,20 @@ from hpcrl.planning.formulas.engine_memory import (
     utilization,
 )
 from hpcrl.planning.formulas.flops import model_flops
-from hpcrl.planning.formulas.host_memory import ROUNDED, checkpoint_bytes, host_bytes, pinned
 from hpcrl.planning.formulas.nccl_memory import communicators, nccl_bytes, update_members
 from hpcrl.planning.formulas.parameters import Count, Layout, on_stage, stage_layers, whole_model
-from hpcrl.planning.formulas.training_memory import BAND, GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
+from hpcrl.planning.formulas.training_memory import (
+    BAND,
+    GIB,
+    ROUNDED,
+    checkpoint_bytes,
+    fullest_rank,
+    gradient_bytes,
+    host_bytes,
+    optimizer_bytes,
+    pinned,
+    rank_on,
+)
 from hpcrl.planning.memory.fits import misfit
 from hpcrl.planning.memory.report import (
     ASLEEP,

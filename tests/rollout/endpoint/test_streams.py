@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from hpcrl.errors import PeerError
-from hpcrl.rollout.endpoint import streams
+from hpcrl.rollout.endpoint import server
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from tests.rollout.endpoint.test_tool_calls import ADD, WANTED
 from tests.support.asked_endpoint import FORMS, AskedEndpoint, asked, form_model, spoken
@@ -142,8 +142,8 @@ def test_openais_client_reads_both(tokenizer: Tokenizer) -> None:
 
 def test_comments_while_a_turn_is_sampled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the turn is there, comments come; the answer follows them."""
-    monkeypatch.setattr(streams, "FIRST", 0.05)
-    monkeypatch.setattr(streams, "PAUSE", 0.05)
+    monkeypatch.setattr(server, "FIRST", 0.05)
+    monkeypatch.setattr(server, "PAUSE", 0.05)
 
     async def work(found: AskedEndpoint) -> None:
         assert isinstance(found.policy, Held)
@@ -167,7 +167,7 @@ def test_errors_of_streams(tokenizer: Tokenizer, path: str, monkeypatch: pytest.
         found.policy.free.set()
         status, answer = await found.ask(path, BODIES[path] | {"stream": True})
         assert status == 503 and "engine-0" in answer["error"]["message"]
-        monkeypatch.setattr(streams, "FIRST", 0.05)
+        monkeypatch.setattr(server, "FIRST", 0.05)
         found.policy.free.clear()
         async with found.post(path, BODIES[path] | {"stream": True}) as response:
             assert response.status == 200
@@ -185,7 +185,7 @@ def test_errors_of_streams(tokenizer: Tokenizer, path: str, monkeypatch: pytest.
 @pytest.mark.parametrize("begun", [False, True], ids=["before the head", "behind the head"])
 def test_who_leaves_frees_the_request(tokenizer: Tokenizer, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that disconnects ends its request: nothing is in flight, and its conversation is not busy."""
-    monkeypatch.setattr(streams, "FIRST", 0.05 if begun else 60.0)
+    monkeypatch.setattr(server, "FIRST", 0.05 if begun else 60.0)
 
     async def work(found: AskedEndpoint) -> None:
         assert isinstance(found.policy, Held)

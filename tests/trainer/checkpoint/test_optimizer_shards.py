@@ -18,9 +18,8 @@ from hpcrl.config.options import Options
 from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
 from hpcrl.models.files.torch_dist import TorchDist
-from hpcrl.planning.formulas.host_memory import checkpoint_bytes
 from hpcrl.planning.formulas.parameters import Count, Layout
-from hpcrl.planning.formulas.training_memory import rank_on
+from hpcrl.planning.formulas.training_memory import checkpoint_bytes, rank_on
 from tests.support import families
 from tests.support.ranks import on_fake_device, on_fake_gpu, run_ranks
 
