@@ -23,7 +23,6 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import pydantic
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -177,24 +176,15 @@ def _fixed(options: Options) -> dict[str, Any]:
 
 
 def _coerced(name: str, value: Any) -> Any:
-    """A value from a flag or TOML in the type that the dataclass declares.
-
-    Raises:
-        UsageError: if it is none of that type.
-    """
+    """A dtype or a member of an enumeration by its name in a flag or TOML; other values, whose types `settle_value`
+    has checked, as they are."""
     hint = next(_fields(cls)[name] for cls in CLASSES if name in _fields(cls))
-    choices = _members(hint)
-    if isinstance(value, str):
-        if torch.dtype in choices and value in DTYPES:
+    for choice in _members(hint) if isinstance(value, str) else ():
+        if choice is torch.dtype and value in DTYPES:
             return DTYPES[value]
-        for choice in choices:
-            if isinstance(choice, type) and issubclass(choice, enum.Enum) and value in choice.__members__:
-                return choice[value]
-    try:
-        adapter = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
-        return adapter.validate_python(value)
-    except pydantic.ValidationError as error:
-        raise UsageError(f"{as_flag(name, value)}: {error.errors()[0]['msg']}") from None
+        if isinstance(choice, type) and issubclass(choice, enum.Enum) and value in choice.__members__:
+            return choice[value]
+    return value
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
