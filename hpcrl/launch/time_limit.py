@@ -56,10 +56,8 @@ class TimeLimitWatcher:
         if (self.ends is None and nudged) or self._near(now, needed):
             self.due = self.due or not stop.requests
             if not stop.requests:
-                stop.request_stop(self._why(), needed if self.ends is None else _before(self.ends - now))
-
-    def _why(self) -> str:
-        return "preempted, the grace time is running" if self.preempted() else "the time limit is near"
+                why = "preempted, the grace time is running" if self.preempted() else "the time limit is near"
+                stop.request_stop(why, needed if self.ends is None else _before(self.ends - now))
 
     def _near(self, now: float, needed: float) -> bool:
         return self.ends is not None and now > self.ends - needed

@@ -88,18 +88,15 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     without = inert(options)
     names = sorted(options.model_fields_set) if given is None else given
     raise_together(
-        [_no_effect(name, without[name]) for name in names if name in without and not _is_default(options, name)]
+        [
+            UsageError(f"{flag(name)} has no effect here: {without[name]}", "leave it out")
+            for name in names
+            if name in without
+            and getattr(options, name) != Options.model_fields[name].get_default(call_default_factory=True)
+        ]
     )
 
 
 def inert(o: Options) -> dict[str, str]:
     """Options that do nothing in this combination -> why."""
     return {name: why for rule in _INERT for names, why in rule(o) for name in names.split()}
-
-
-def _is_default(options: Options, name: str) -> bool:
-    return getattr(options, name) == type(options).model_fields[name].get_default(call_default_factory=True)
-
-
-def _no_effect(name: str, why: str) -> UsageError:
-    return UsageError(f"{flag(name)} has no effect here: {why}", "leave it out")

@@ -27,6 +27,8 @@ from hpcrl.utils.check_results import last_line
 from hpcrl.utils.deadline import Deadline
 
 LONG = 420.0  #: seconds that a run may take: an engine on a GPU compiles for minutes
+#: what the self-test's ranks get from the environment
+OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 GRACE = 15.0
 COMMON: dict[str, Any] = {
     "input_key": "prompt",
@@ -72,7 +74,7 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=_environment(),
+            env={name: value for name, value in os.environ.items() if name not in OF_RANKS},
         )
         deadline, done = Deadline(LONG), False
         try:
@@ -88,12 +90,6 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
         raise HpcrlError(f"hpcrl run did not end within {LONG:.0f} s", f"see {log}")
     if process.returncode != status:
         raise HpcrlError(f"hpcrl run {how_it_ended(process.returncode)}: {last_line(end_of_text(log))}", f"see {log}")
-
-
-def _environment() -> dict[str, str]:
-    """Ours, without what the self-test's ranks get from it."""
-    drop = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    return {name: value for name, value in os.environ.items() if name not in drop}
 
 
 def steps(root: Path) -> list[dict[str, Any]]:

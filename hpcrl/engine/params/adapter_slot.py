@@ -129,7 +129,7 @@ class AdapterSlot:
         dtype = dtype_name(inputs[0]())
         return {
             a: TensorShard((rank, shape[1]), dtype, ((0, rank),), columns, partial(_same, inputs, beyond)),
-            b: TensorShard((shape[0], rank), dtype, rows, None, partial(_whole, outputs)),
+            b: TensorShard((shape[0], rank), dtype, rows, None, lambda: torch.cat([part() for part in outputs])),
         }
 
 
@@ -156,11 +156,6 @@ def _same(slots: list[SlotView], beyond: list[SlotView]) -> torch.Tensor:
     first = slots[0]()
     right = all(torch.equal(first, slot()) for slot in slots) and not any(bool(rest().any()) for rest in beyond)
     return first if right else torch.full_like(first, torch.nan)
-
-
-def _whole(parts: list[SlotView]) -> torch.Tensor:
-    """The rows of all slices."""
-    return torch.cat([part() for part in parts])
 
 
 # ---- products on CPUs

@@ -22,16 +22,10 @@ def run_places(root: Path) -> tuple[Path, Path | None, Path]:
     """
     if not is_run(root):
         raise UsageError(f"{root} is not a run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
-    stages = sorted(
-        (path.parent for path in [*root.glob("options.json"), *root.glob("*/options.json")]), key=_start_time
-    )
-    for stage in reversed(stages):
+    started = [*root.glob("options.json"), *root.glob("*/options.json")]
+    for stage in (path.parent for path in sorted(started, key=lambda path: path.stat().st_mtime, reverse=True)):
         options = read_options(RunDir.latest(stage))
         saved = Path(options.save) if options.save else RunDir(stage).checkpoints
         if (saved / TRACKER).is_file():
             return saved, Path(options.hf_checkpoint) if options.hf_checkpoint else None, root / "hf"
     raise UsageError(f"{root} holds no checkpoint yet", "hpcrl status says how far it is")
-
-
-def _start_time(stage: Path) -> float:
-    return (stage / "options.json").stat().st_mtime
