@@ -120,7 +120,7 @@ def _followed(process: subprocess.Popen[bytes], reading: IO[bytes], until: Path 
                 if until is None:
                     print(text, file=sys.stderr, flush=True)
             if until is not None and deadline.over:
-                raise HpcrlError(f"{until} is not there after {START:.0f} s", "; ".join(said[-3:]))
+                raise HpcrlError(f"no {until} after {START:.0f} s", "; ".join(said[-3:]))
             Deadline(LOOK).sleep(LOOK)
         except KeyboardInterrupt:
             if process.poll() is not None:

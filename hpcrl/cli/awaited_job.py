@@ -118,7 +118,7 @@ def run_job(script: str, directory: Path, result: Callable[[], T | None], deadli
 def _lost(job: JobKey, log: Path) -> HpcrlError:
     if not log.exists():
         hint = "choose a directory on a file system that all nodes share"
-        return HpcrlError(f"job {job.job_id} ended, and nothing of it is in {log.parent}", hint)
+        return HpcrlError(f"job {job.job_id} ended without writing into {log.parent}", hint)
     said = last_line(end_of_text(log))
     return HpcrlError(f"job {job.job_id} ended without a result: {said}", "see setup, modules and python of the site")
 

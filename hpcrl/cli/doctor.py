@@ -49,19 +49,19 @@ from hpcrl.utils.untrusted_files import Damaged, read_json
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
 
-Looks at this login node and at what the recipe needs: Slurm and the site's partitions, the run
-directory, packages, the model. One line each; the exit status is 1 if anything fails. A Slurm that does not answer
-fails where something asks for it: --site or $HPCRL_SITE, --time, --layout, --set, --nodes; else it is a warning.
+Checks this login node for the needs of the recipe: Slurm and the site's partitions, the run directory, packages, the
+model. One line each; the exit status is 1 if anything fails. A Slurm that does not answer is a failure with --site,
+$HPCRL_SITE, --time, --layout, --set or --nodes, else a warning.
 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
-  --nodes          also submit a short job of the run's shape, which looks at the nodes: the run directory seen from
+  --nodes          also submit a short job of the run's shape that checks the nodes: the run directory seen from
                    each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer's
                    GPUs, in a homogeneous job over all
-  --wait SECONDS   how long that job may take, from submission to its end (default: 900)
+  --wait SECONDS   limit of that job from submission to its end (default: 900)
   --help           this text
 
-Options of hpcrl run are taken as well. Without a recipe, only the site and this node are looked at."""
+It also takes the options of hpcrl run. Without a recipe it checks only the site and this node."""
 OWN = {
     **FLAGS,
     "nodes": Kind("bool"),
@@ -224,7 +224,7 @@ def _slurm(case: Case, request: AllocationRequest) -> Iterator[Finding]:
 def _image(site: SiteProfile) -> Iterator[Finding]:
     image = site.container.image
     if image and image.startswith("/") and not Path(image).exists():
-        yield Finding("fail", "", f"container.image {image} is not there", "build or copy it, or name another")
+        yield Finding("fail", "", f"container.image {image} does not exist", "build or copy it, or name another")
     for mount in site.container.mounts:
         if not Path(source := mount.partition(":")[0]).exists():
             yield Finding("warn", "", f"container.mounts: {source} is not on this node", "it must be on the nodes")

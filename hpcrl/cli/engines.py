@@ -32,7 +32,7 @@ def engines(argv: list[str]) -> int:
         return verbs[argv[0]](argv[1:])
     parser = Parser(
         "engines",
-        "The engines of a run and their states. hpcrl engines serve RECIPE: start one outside of a run.",
+        "List the engines of a run. hpcrl engines serve RECIPE starts one without a run.",
         verbs,
     )
     parser.add_argument("run", metavar="RUN", help=RUN)
@@ -87,7 +87,7 @@ def _choose(stages: dict[str, Options], name: str | None) -> Options:
             f"no stage{f' {name}' if name else ''} of the recipe has engines", f"it has {', '.join(stages) or 'none'}"
         )
     if "{run}" in (found.hf_checkpoint or ""):
-        raise UsageError(f"the model of the recipe is made by its run: {found.hf_checkpoint}", "give --hf-checkpoint")
+        raise UsageError(f"--hf-checkpoint is made by the run: {found.hf_checkpoint}", "give --hf-checkpoint")
     if found.colocate:
         raise UsageError("--colocate: engines that take turns with a trainer are started by its run", "leave it out")
     return found

@@ -44,10 +44,9 @@ usage: hpcrl eval [RECIPE.toml] [--load CHECKPOINT] [--option value ...] [--dry-
        hpcrl eval HF-DIR --eval-prompt-data NAME PATH --rm-type math --input-key prompt --label-key label ...
        hpcrl eval ... --site NAME                            as a batch job, with the flags of hpcrl submit
 
-Samples and grades the held-out sets of --eval-prompt-data or --eval-config, trains nothing, and prints what it found.
-Options are those of hpcrl run; of a recipe or a run, those that say how to train are left out. Of a recipe with stages
-the last that evaluates is taken, of a run the last that has begun. If nothing is named it is recipe.toml of this
-directory."""
+Samples and grades the held-out sets of --eval-prompt-data or --eval-config, trains nothing, and prints the results.
+Options are those of hpcrl run; training options of a recipe or a run are ignored. It takes the last stage of a recipe
+that evaluates, or the last one of a run that has begun; without arguments, recipe.toml of this directory."""
 
 #: options of the sections that say how to train, and what else makes no sense without training
 _TRAINING = {
@@ -227,7 +226,7 @@ def _recipe(name: str, path: Path, prepare: Any, values: Mapping[str, Any], over
         for key in inert(Options.model_validate(left | overrides)).keys() & left.keys() - overrides.keys():
             del left[key]
     if not (left | overrides).keys() & {"eval_prompt_data", "eval_config"}:
-        raise UsageError("nothing to evaluate is named", "give --eval-prompt-data NAME PATH, or --eval-config")
+        raise UsageError("no held-out set given", "give --eval-prompt-data NAME PATH, or --eval-config")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{name}-eval")
     text = recipe_text(name, prepare, left)
     return Recipe(name, as_given(path), left, tuple(prepare), (Stage("", {}),), text)

@@ -21,13 +21,13 @@ def hostfile(argv: list[str]) -> int:
         "file", metavar="FILE", nargs="?", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`"
     )
     parser.add_argument(
-        "--from", dest="job", metavar="SCHEDULER", help="the hosts of the job that this runs in: lsf, sge or pbs"
+        "--from", dest="job", metavar="SCHEDULER", help="read the hosts of the current job: lsf, sge or pbs"
     )
     parser.add_argument("--to", metavar="DIALECT", help="write it as openmpi, mpich, intel, slime or slurm")
     args = parser.parse_args(argv)
 
     if (args.file is None) == (args.job is None):
-        raise UsageError("no hostfile given", "name FILE, or --from lsf, sge or pbs")
+        raise UsageError("no hostfile given", "give FILE, or --from lsf, sge or pbs")
     found = read_hostfile(args.file) if args.job is None else parse_hostfile(*job_hostfile(args.job, os.environ))
     for note in found.notes:
         print(f"hpcrl: note: {note}", file=sys.stderr)

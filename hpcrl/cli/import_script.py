@@ -26,17 +26,17 @@ USAGE = """\
 usage: hpcrl import SCRIPT [NAME=VALUE ...] [--models-dir DIR] [--trust-script] [-- WORDS] > RECIPE.toml
        hpcrl import -- ARGUMENTS > RECIPE.toml
 
-  SCRIPT             in bash, or a launcher in Python (.py) that calls execute_train or starts train.py
+  SCRIPT             a bash script, or a launcher in Python (.py) that calls execute_train or starts train.py
   NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me
-  --models-dir DIR   slime's scripts/models, for a script that does not find it next to itself
-  --trust-script     where no sandbox can be made, run the script without one: what it would start is noted down all the
-                     same, but bash and Python can write your files
+  --models-dir DIR   slime's scripts/models, if it is not next to the script
+  --trust-script     run the script without a sandbox where none can be made: commands are still noted, not run, but
+                     bash and Python can write your files
   WORDS              the command line of a launcher in Python
 
 The script runs in a sandbox: of your files it sees its own directory and DIR, read-only; it has no network, no
-terminal and no other process; and what is not a text tool (ray, pkill, ssh, python ...) is noted down, not run. What it
-hands to train.py becomes the recipe; what became of each flag is at the recipe's end, and on standard error where it is
-not simply kept. Exit status 2: some cannot be honoured."""
+terminal and no other process; commands other than text tools (ray, pkill, ssh, python ...) are noted, not run. The
+arguments of train.py become the recipe. Its end reports on each flag; standard error shows changed and dropped ones.
+Exit status 2: hpcrl refuses some of them."""
 
 TRAIN_ENVIRONMENT = "--train-env-vars"
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)

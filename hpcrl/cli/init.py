@@ -72,7 +72,7 @@ def write_folder(folder: Path, task: str, model: str | None) -> Path:
         UsageError: if the folder is there, or cannot be made, or the model is not there.
     """
     if folder.exists() or folder.is_symlink():
-        raise UsageError(f"{folder} is there already", "give another name; nothing is overwritten")
+        raise UsageError(f"{folder} exists already", "give another name")
     if model is not None and not (Path(model) / "config.json").is_file():
         raise UsageError(
             f"--model {model}: there is no config.json", "name the directory of a Hugging Face model on this machine"
@@ -110,7 +110,7 @@ def _quoted(text: str) -> str:
 
 
 def _line(key: str, value: str) -> str:
-    return f"{key} = {value}" if value != "leave out" else "# nothing is to be prepared for a model that is there"
+    return f"{key} = {value}" if value != "leave out" else "# this model needs no preparation"
 
 
 def not_installed(task: str) -> list[str]:

@@ -27,13 +27,13 @@ usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch [RECIPE.toml] --ho
        hpcrl launch --hostfile FILE [...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
 
   --hostfile FILE    the machines and their slots, in any dialect; the order of roles and ranks comes from it
-  --mpirun COMMAND   mpirun and what it needs besides, such as "mpirun --mca btl_tcp_if_include eth0"; default: mpirun
+  --mpirun COMMAND   mpirun with arguments, such as "mpirun --mca btl_tcp_if_include eth0"; default: mpirun
   --agent COMMAND    how mpirun reaches a host, such as "ssh -p 2222"; default: ssh
   --dry-run          print the plan, the groups and the command; start nothing
   --print            print the command alone
 
-The second form looks first whether every host answers, then calls mpirun, which starts one process on each host.
-Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there."""
+The second form checks that every host answers, then calls mpirun, which starts one process on each host. Options are
+those of hpcrl run; without a recipe the command takes recipe.toml of this directory."""
 
 OWN = {
     "hostfile": Kind("str"),
@@ -71,7 +71,7 @@ def _recipe(
     if resume:
         if words or overrides.keys() - {"live_code"} or arguments is not None:
             raise UsageError(
-                "--resume keeps the options that the run began with, but for --live-code",
+                "--resume takes no options but --live-code",
                 "leave recipe and options out",
             )
         return None

@@ -68,7 +68,7 @@ def logs(argv: list[str]) -> int:
     if args.lines < 0:
         raise UsageError(f"--lines {args.lines} is negative", "give a number from 0")
     if args.role is not None and args.role not in ROLES:
-        raise UsageError(f"--role {args.role}: there is no such role", f"there are {', '.join(ROLES)}")
+        raise UsageError(f"--role {args.role}: no such role", f"there are {', '.join(ROLES)}")
     if args.attempt is not None and args.follow:
         raise UsageError(f"--attempt {args.attempt} has no effect with -f", "leave one of them out")
     run = find_run(args.run)
@@ -78,7 +78,7 @@ def logs(argv: list[str]) -> int:
     shown = chosen(latest(every), args.role, args.host)
     if args.host is not None and args.host not in (hosts := hosts_of(run, every)):
         raise UsageError(
-            f"--host {args.host}: no process of the run is there", f"there are {', '.join(hosts) or 'none yet'}"
+            f"--host {args.host}: the run has no process there", f"there are {', '.join(hosts) or 'none yet'}"
         )
     width = max((len(log.label) for log in shown), default=0)
     tails = {log.path: FileTail(log.path) for log in shown}
@@ -106,7 +106,7 @@ def show_attempt(run: Run, number: int, role: str | None, host: str | None, line
     folder = (stage.root if stage else run.root) / "logs" / f"attempt-{number}"
     if stage is None or not folder.is_dir():
         last = "none yet" if stage is None or stage.attempt is None else f"0 to {stage.attempt}"
-        raise UsageError(f"--attempt {number}: there are no logs of such an attempt", f"there are {last}")
+        raise UsageError(f"--attempt {number}: no such attempt", f"there are {last}")
     found = _roles(stage, number, run.state.host if run.state else "", entries(folder))
     shown = chosen(found, role, host)
     width = max((len(log.label) for log in shown), default=0)

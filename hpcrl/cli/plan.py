@@ -43,16 +43,15 @@ USAGE = """\
 usage: hpcrl plan [RECIPE.toml] [--hostfile FILE] [--option value ...]
        hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
 
-  --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
-  --groups           every process and every parallel group, with its ranks and hosts
+  --hostfile FILE    the machines and their slots; default: this machine, with as many slots as needed
+  --groups           show every process and parallel group with its ranks and hosts
   --gpu NAME         the GPUs, for their memory (docs/sizing.md lists them); default: h100-sxm
-  --gpu-memory GIB   what a GPU has; default: that of --gpu
-  --host-memory GIB  what a host has for the run: more is refused; default: a warning above 2000
-  --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
+  --gpu-memory GIB   memory of a GPU; default: that of --gpu
+  --host-memory GIB  memory of a host; more is an error; default: a warning above 2000
+  --link-rate GBIT   Gb/s of a card's network link, for the time of a weight update; default: 400
 
-Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run; without a recipe
-it is recipe.toml of this directory, as there. Of arguments that cannot all be honoured, the plan of the others is
-shown, then what is wrong."""
+The memory estimate needs config.json of --hf-checkpoint. Options are those of hpcrl run; without a recipe the command
+takes recipe.toml of this directory. If some arguments are wrong, it shows the plan of the others, then the errors."""
 
 TABLE = 12  #: lines of the table of processes
 OWN = {

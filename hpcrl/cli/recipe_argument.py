@@ -43,7 +43,7 @@ def choose_recipe(words: Sequence[str], arguments: Sequence[str] | None, command
         return str(inside) if inside.is_file() and not is_run(Path(words[0])) else words[0]
     if not Path(RECIPE_HERE).is_file() or is_run(Path.cwd()):
         raise UsageError(
-            "no recipe given, and there is no recipe.toml here",
+            "no recipe given, and no recipe.toml here",
             f"name it first: {command} RECIPE.toml [--option value ...]; hpcrl init NAME writes one to start from",
         )
     if not quiet:

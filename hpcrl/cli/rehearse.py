@@ -41,19 +41,19 @@ from hpcrl.planning.rehearsal.site_gpu import memory_of_card, memory_of_engines
 USAGE = """\
 usage: hpcrl rehearse [RECIPE.toml] [--site SITE | --gpu NAME] [--ranks WHICH] [--on-node] [--option value ...]
 
-Every distinct rank of the trainer builds its model and optimizer and takes a step on tensors without content: no GPU,
-no weights and hardly any memory are needed, config.json of --hf-checkpoint is. What Megatron refuses, memory that runs
-out and ranks that do not fit together are errors (docs/sizing.md).
+Every distinct rank of the trainer builds its model and optimizer and takes a step on fake tensors. This needs
+config.json of --hf-checkpoint, but no GPU, no weights and hardly any memory. Settings that Megatron refuses, too little
+memory and ranks that do not match are errors (docs/sizing.md).
 
   --site SITE        the GPUs that the site's profile names with gpu_type, for trainers and for engines
   --gpu NAME         the GPUs (docs/sizing.md lists them); default: h100-sxm
-  --gpu-memory GIB   what a GPU has; default: that of --gpu or --site
+  --gpu-memory GIB   memory of a GPU; default: that of --gpu or --site
   --ranks WHICH      all, or numbers with commas; default: the first and the last of each distinct pipeline stage
   --at-once N        ranks at a time; default: a core each
-  --on-node          on one node of the site (of --site or $HPCRL_SITE), as a job of its own or, typed in a job, as a
-                     step of it; --gpu and --gpu-memory then go with --site
+  --on-node          run on one node of the site (--site or $HPCRL_SITE), as a job or, inside a job, as a step of it;
+                     --gpu and --gpu-memory then need --site
 
-Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there."""
+Options are those of hpcrl run; without a recipe the command takes recipe.toml of this directory."""
 
 OWN = {
     "site": Kind("str"),

@@ -118,7 +118,7 @@ def _write(given: str | None, usual: Path, text: str, *runs: Run) -> None:
     else:
         path = usual if given is None else Path(given)
         if path.is_dir() or not path.parent.is_dir():
-            raise UsageError(f"cannot write {path}", "-o wants a file in a directory that is there")
+            raise UsageError(f"cannot write {path}", "name a file in an existing directory")
         write_atomic(path, text.encode("utf-8", errors="replace"))
         print(path)
     _notes(*runs)

@@ -95,9 +95,7 @@ def rewind_run(job: RunJob, number: int) -> None:
     """
     stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
     if stage is None:
-        raise UsageError(
-            f"--ckpt-step {number}: {job.root} is finished", "give --num-rollout N as well, how far to train from there"
-        )
+        raise UsageError(f"--ckpt-step {number}: {job.root} is finished", "give --num-rollout N too")
     if not (job.directory(stage) / "options.json").is_file():
         raise UsageError(f"{job.root} has saved nothing yet", "leave --ckpt-step out")
     with hold_run(job.root):
@@ -111,16 +109,16 @@ USAGE = """\
 usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--live-code] [--time T] [--chain N] [--set KEY=VALUE ...]
 
   RUN                run directory, its name, or its job ID
-  --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
-  --ckpt-step N      resume from this checkpoint, not from the last: one that is damaged, or later than a divergence
-  --live-code        from now on import custom functions from where they are, not from the copies of RUN/code;
+  --num-rollout N    train to N rollouts in all, also after the run has finished
+  --ckpt-step N      resume from this checkpoint, if the last is damaged or diverged
+  --live-code        from now on import custom functions from their own directories, not from RUN/code;
                      --no-live-code: from the copies again
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
-  --chain N          N jobs, each after the one before, as for hpcrl submit
+  --chain N          N jobs in a row, as for hpcrl submit
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
 
-The run resumes from its last checkpoint, with the options that it began with, where it ran before: as a job of the same
-site if it was submitted, else on this machine."""
+The run continues from its last checkpoint with its own options: as a job of the same site if it was submitted, else on
+this machine."""
 
 
 def resume(argv: list[str]) -> int:

@@ -16,17 +16,16 @@ usage: hpcrl run [RECIPE.toml] [--option value ...] [--dry-run]
        hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them
        hpcrl run --resume RUN_DIR
 
-  --dry-run                       print plan and options of each stage, and start nothing
-  --resume RUN_DIR                resume a run from its last checkpoint, with the options that it began with
-  --help                          this text, with the options that a first run needs
+  --dry-run                       print plan and options of each stage; start nothing
+  --resume RUN_DIR                resume a run from its last checkpoint, with its own options
+  --help                          this text, with the options of a first run
   --help-all                      this text, with every option
 
-The recipe comes first; without one it is recipe.toml of this directory (hpcrl init makes one). Switches: --x turns
-on, --no-x off. Lists: words after the flag. In a recipe with stages --STAGE.option, such as --grpo.lr 2e-5, counts
-in that stage; a plain flag in the stages whose own tables set it, or in all if none does; where several set it to
-different values, it is refused. A flag of Megatron-core goes by Megatron's name, one of vLLM as --vllm-NAME (list
-them with hpcrl options --megatron or --vllm). Each option below is also a key of the recipe, spelled with
-underscores."""
+RECIPE.toml is a file, or the folder that hpcrl init made; without it the command takes recipe.toml of this directory.
+Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages --STAGE.option, such as
+--grpo.lr 2e-5, counts in that stage; a plain flag in the stages whose own tables set it, or in all if none does; if
+several set it to different values, it is an error. Flags of Megatron-core have Megatron's names, those of vLLM are
+--vllm-NAME (hpcrl options --megatron or --vllm lists them). Each is also a key of the recipe, with underscores."""
 
 
 def run(argv: list[str]) -> int:
@@ -65,9 +64,7 @@ def _resume(directory: Path, overrides: dict[str, Any], words: list[str], own: d
     """`hpcrl run --resume`: the run's own recipe and flags count, so nothing else may be given."""
     if words or overrides or "dry-run" in own:
         extra = words[0] if words else f"--{next(iter(overrides), 'dry-run').replace('_', '-')}"
-        raise UsageError(
-            f"{extra} has no effect with --resume: a run keeps the options that it began with", "leave it out"
-        )
+        raise UsageError(f"{extra} has no effect with --resume: a run keeps its options", "leave it out")
     from hpcrl.launch.local import run_recipe
 
     return run_recipe(None, {}, directory)

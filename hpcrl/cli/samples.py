@@ -91,7 +91,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--transcript",
         action="store_true",
-        help="turn by turn: what the policy wrote, what it was told, and what it did in sandboxes",
+        help="each turn: output of the policy, its input, and its actions in sandboxes",
     )
     parser.add_argument(
         "--diff",
@@ -137,7 +137,7 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
             f"{shown} has no samples of an evaluation {held_out}", f"there are {', '.join(sets) or 'none yet'}"
         )
     if not every:
-        raise UsageError(f"{shown} has no samples yet", "hpcrl status says what it is doing")
+        raise UsageError(f"{shown} has no samples yet", "see hpcrl status")
     from hpcrl.report.sample_view import numbers
 
     what = f"step {step}" if held_out is None else f"an evaluation {held_out} after {step} steps"
@@ -177,7 +177,7 @@ def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
     found = pairs(first.looks(reading), second.looks(reading))
     names = (first.name, second.name)
     if not found:
-        hint = "compare an evaluation, whose prompts are the same each time: --eval NAME" if not args.eval else ""
+        hint = "compare an evaluation, with the same prompts each time: --eval NAME" if not args.eval else ""
         raise UsageError(f"{names[0]} and {names[1]} have no prompt in common", hint)
     yield summary_line(found, names)
     yield ()

@@ -33,22 +33,22 @@ from hpcrl.utils.deadline import Deadline
 
 HELP = """\
 usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]
-       hpcrl selftest --resume DIR              make the checks that DIR has no result of
+       hpcrl selftest --resume DIR              make the checks that DIR has no results of
        hpcrl selftest --site SITE [--hosts N]   the same in a job, over N of the site's trainer nodes (1)
-       hpcrl selftest --list                    the checks, and what holds if each passes
+       hpcrl selftest --list                    list the checks and their meaning
 
 Checks devices, the network between them, the trainer's numbers, updates of a real engine, a save and a resume, on the
-GPUs that are here, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if
+GPUs of this machine, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if
 any failed.
 
   --only NAME ...    these checks alone
-  --dir DIR          where results, logs and its small runs go (default: selftest-TIME)
-  --json FILE        where the report goes besides DIR/report.json: versions, numbers, seconds; to attach to an issue
+  --dir DIR          directory for results, logs and small runs (default: selftest-TIME)
+  --json FILE        a second copy of DIR/report.json (versions, numbers, seconds), to attach to an issue
   --ranks N          processes in the group (default: one a GPU, or 2 where there is none)
   --site SITE, --time, --set KEY=VALUE ...     as for hpcrl submit
-  --wait SECONDS     how long the job may take, from submission to its end (default: 3600)
+  --wait SECONDS     limit of the job from submission to its end (default: 3600)
 
-After an interruption, --resume DIR continues; a check in DIR that is to be made again: rm DIR/results/NAME.json."""
+After an interruption, --resume DIR continues; to repeat a check of DIR: rm DIR/results/NAME.json."""
 OWN = {
     **FLAGS,
     "only": Kind("str", many=True),

@@ -27,7 +27,7 @@ EXIT = {"finished": 0, "failed": 1, "cancelled": 1, "lost": 1, "stopped": 143}
 
 def status(argv: list[str]) -> int:
     """`hpcrl status`: all runs as a table, or one in full."""
-    parser = Parser("status", "What runs are doing: all that are known here and those in ./runs, or one in full.")
+    parser = Parser("status", "List all runs of this machine and of ./runs, or show one in full.")
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN)
     parser.add_argument(
         "--json", action="store_true", help="for programs: one JSON object (a list of them without RUN)"

@@ -57,7 +57,7 @@ def stop(argv: list[str]) -> int:
     if found.stop_asked:
         with contextlib.suppress(OSError):  # what was asked before this start would not hold for it
             os.utime(run.root / STOP, follow_symlinks=False)
-        print(f"{name} is already stopping; to end it at once: hpcrl cancel {name}")
+        print(f"{name} is already stopping; to end it now: hpcrl cancel {name}")
         return 0
     if found.phase not in WORKING:
         raise HpcrlError(f"{name} is not running: it is {_spell(found)}", _instead(found, name, jobs, run))
@@ -66,7 +66,7 @@ def stop(argv: list[str]) -> int:
     if run.state is None and not in_queue:
         if (process := owner(run.root)) is None:
             raise HpcrlError(
-                f"{name} seems to run, but its launcher is not on this host", f"if it is not: hpcrl cancel {name}"
+                f"{name} seems to run, but not on this host", f"stop it there, or end it: hpcrl cancel {name}"
             )
         process.send_signal(signal.SIGTERM)
         return record_request(name)
@@ -126,9 +126,7 @@ def cancel(argv: list[str]) -> int:
     Raises:
         HpcrlError: if there is nothing to end, or it is out of reach.
     """
-    word = _word(
-        "cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv
-    )
+    word = _word("cancel", "End a run without saving, or take it out of the queue; its last checkpoint is kept.", argv)
     run = find_run(word)
     if run.job and run.job.queued:
         return _cancel_job(run)

@@ -35,7 +35,7 @@ from hpcrl.utils.untrusted_files import read_system
 USAGE = """\
 usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
        hpcrl submit RECIPE.toml --dry-run       print the plan, the script and the command; submit nothing
-       hpcrl submit RECIPE.toml --print         print the script of one job, for you to edit and submit (sbatch)
+       hpcrl submit RECIPE.toml --print         print the script of one job, to edit and submit with sbatch
        hpcrl submit [--site NAME ...] -- ARGUMENTS    slime's or vime's, as its scripts give them to train.py
 
   --site NAME        profile of the cluster: sites/NAME.toml, or a path; default $HPCRL_SITE
@@ -43,12 +43,12 @@ usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set K
   --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
                      ordinary job, its nodes divided by the plan)
   --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
-  --chain N          N jobs instead of one, each after the one before, for sites that do not queue a job again: where
-                     one ends at its time limit the next continues, and what is left when the run is done ends at once
-  --after JOB ...    start when these jobs have ended well, such as the conversion of the model
+  --chain N          N jobs in a row, for sites that do not requeue jobs: the next continues when one ends at its time
+                     limit; the rest end when the run is done
+  --after JOB ...    start when these jobs have succeeded, such as the conversion of the model
 
-Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there. One Slurm job is
-submitted; it trains to the end, over as many requeues as that takes."""
+Options are those of hpcrl run; without a recipe the command takes recipe.toml of this directory. It submits one Slurm
+job, which trains to the end over any number of requeues."""
 
 OWN = {
     **FLAGS,

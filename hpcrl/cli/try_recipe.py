@@ -42,15 +42,14 @@ POLL = 0.1
 TRY = """\
 usage: hpcrl try [RECIPE.toml] [--prompts N] [--responses N] [--stage NAME] [--option value ...]
 
-  Prompts as the model gets them, token by token, with responses from the model that the recipe starts from, the reward
-  of each, what the reward function said of its parts, and how long it took. Nothing is trained. An engine starts
-  on this machine, and ends with the command.
+  Shows prompts token by token, responses of the recipe's first model, and the reward of each with its parts and time.
+  Trains nothing. An engine starts on this machine and ends with the command.
 
   --prompts N     how many (default: 4)
   --responses N   to each (default: 2)
   --stage NAME    of a recipe with stages (default: the last that samples)
 
-Without a recipe it is recipe.toml of this directory. Other options are those of hpcrl run."""
+Without a recipe the command takes recipe.toml of this directory. Other options are those of hpcrl run."""
 
 
 def try_recipe(argv: list[str]) -> int:
@@ -141,12 +140,12 @@ def _wait(shown: subprocess.Popen[bytes], engine: subprocess.Popen[bytes], log: 
     def over() -> bool:
         if shown.poll() is None and engine.poll() is not None:
             said = last_error(read_regular(log).splitlines())
-            raise HpcrlError(f"the engine has ended{f': {said}' if said else ''}", f"see {log}")
+            raise HpcrlError(f"the engine ended{f': {said}' if said else ''}", f"see {log}")
         return shown.returncode is not None
 
     if not poll(over, Deadline(limit), POLL):
         raise DeadlineError(
-            f"it took more than {limit:.0f} s, an engine's start and a step's samples together",
+            f"starting the engine and sampling took more than {limit:.0f} s",
             "raise --timeout-factor",
         )
     return shown.returncode

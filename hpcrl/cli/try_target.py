@@ -78,7 +78,7 @@ def _choose(recipe: str, stages: Mapping[str, Options], wanted: str | None) -> t
             f"--stage {wanted}: no stage of {recipe} of that name samples", f"it has {', '.join(sampling) or 'none'}"
         )
     if not sampling:
-        raise UsageError(f"nothing is sampled in {recipe}", "hpcrl run learns its labels; there is nothing to try")
+        raise UsageError(f"{recipe} has no stage that samples", "hpcrl run learns its labels; there is nothing to try")
     name = wanted if wanted is not None else list(sampling)[-1]
     return name, sampling[name]
 
@@ -148,5 +148,5 @@ def alone(folder: Path, seconds: float) -> Iterator[None]:
             return False
 
         if not poll(locked, Deadline(seconds), POLL):
-            raise DeadlineError(f"another process has been at it in {folder} for {seconds:.0f} s", "try again")
+            raise DeadlineError(f"another process has used {folder} for {seconds:.0f} s", "try again")
         yield

@@ -289,7 +289,7 @@ def _set(options: Options, own: dict[str, Any], shown: str) -> EvalSet:
 def _word(path: str, shown: str) -> PromptWord:
     word = read_word(path, shown)
     if word.weight is not None:
-        raise UsageError(f"{shown}: {path} has a weight, which means nothing in an evaluation", "leave it out")
+        raise UsageError(f"{shown}: {path} has a weight, but evaluations take none", "leave it out")
     return word
 
 

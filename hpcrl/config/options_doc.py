@@ -1,6 +1,6 @@
 """The options as text: `hpcrl run --help`, docs/options.md, and the lists of what passes through.
 
-Invariant: made from the declarations alone, so nothing can be said here that is not so.
+Invariant: made from the declarations alone, so it cannot differ from them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ _INTRO = """\
 Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/sections/`; do not
 edit it directly.
 
-Each option is a flag (`--num-rollout 20`) and a key of a recipe (`num_rollout = 20`): the same name with underscores. A
-switch is turned on by `--x` and off by `--no-x`; a list takes its words after the flag (`--rollout-stop a b`) and is a
-list in TOML; an object is JSON on the command line and a table in TOML. A flag goes before a stage's table, which goes
-before the top of the recipe. In a recipe with stages `--STAGE.option`, such as `--grpo.lr 2e-5`, counts in that stage;
-a plain flag counts in the stages whose own tables set the option, or in all if none does; where several set it to
-different values, the plain flag is refused, and one that counts in several is named in a note. An unknown name is an
-error that proposes a known name with almost the same letters; so is an option that would have no effect. All unknown
-names are reported at once. The column `source` names the project that an option's name and meaning come from.
+Each option is a flag (`--num-rollout 20`) and a key of a recipe with underscores (`num_rollout = 20`). `--x` turns a
+switch on, `--no-x` off. A list takes its words after the flag (`--rollout-stop a b`), an object is JSON; in TOML they
+are a list and a table. A flag takes precedence over a stage's table, and that over the top of the recipe.
+`--STAGE.option`, such as `--grpo.lr 2e-5`, counts in that stage; a plain flag counts in the stages whose own tables set
+the option, or in all if none does. If several set it to different values, the plain flag is an error. Unknown names are
+errors with a suggestion, all reported together; options without an effect are errors too. The column `source` names the
+project from which an option takes its name and meaning.
 """
 
 _FOREIGN = """\
 ## Megatron-core and vLLM
 
-Their own settings are not listed here: they are those of the installed packages, asked for without importing them.
-`hpcrl options --megatron` and `hpcrl options --vllm` list them.
+`hpcrl options --megatron` and `hpcrl options --vllm` list the settings of the installed packages.
 
 - **Megatron-core**: every field of `TransformerConfig`, `ModelParallelConfig`, `OptimizerConfig` and
   `DistributedDataParallelConfig`, by Megatron's own flag (`--recompute-granularity full`, `--no-rope-fusion`), by a key
@@ -41,10 +39,9 @@ Their own settings are not listed here: they are those of the installed packages
 - **vLLM**: every engine and server argument behind a prefix (`--vllm-max-num-seqs 64`,
   `--vllm-no-enable-prefix-caching`), or in the recipe's table `[vllm]` without it (`max_num_seqs = 64`).
 
-Where the package is not installed (a login node) names and types are taken as they are, and checked by the process that
-uses them.
+If the package is not installed (login node), the process that uses a setting checks it.
 
-What hpcrl decides itself is refused, with the reason:
+hpcrl decides these itself, and refuses them with the reason:
 """
 
 

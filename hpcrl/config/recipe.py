@@ -189,7 +189,7 @@ def _stages(value: Any, where: str) -> Iterator[Stage]:
             shown = "has no name" if name is None else f"cannot be named {spell(name)}"
             raise UsageError(
                 f"{where}: stage {number} {shown}",
-                "every stage needs its own name, which can name a directory",
+                "every stage needs a name of its own, valid as a directory",
             )
         seen.add(name)
         if "run_dir" in table:

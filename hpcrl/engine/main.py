@@ -164,7 +164,7 @@ class EngineSupervisor:
             if end.over:
                 last = self.log.last_line()
                 raise DeadlineError(
-                    f"{self.name} did not answer within --engine-start-timeout {limit:.0f} s; the last it said: {last}",
+                    f"{self.name} did not answer within --engine-start-timeout {limit:.0f} s; its last output: {last}",
                     "raise the limit, or see its log",
                 )
             self.stopped.wait(0.1)

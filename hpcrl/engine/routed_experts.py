@@ -133,7 +133,7 @@ class ExpertSource:
             except EngineDeadError:
                 raise
             except Exception as error:  # whatever its workers raise comes as an Exception
-                raise ValueError(f"which experts were chosen cannot be told: {error}") from error
+                raise ValueError(f"the chosen experts are unknown: {error}") from error
         self._open = True
 
 

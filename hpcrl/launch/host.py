@@ -287,7 +287,7 @@ def _watch(
                 rundir.request_stop()  # time to save, if the sender of the signal leaves it
             quit_by = now + options.stop_timeout
         if told.requests > 1 or now > quit_by:
-            raise PeerError(f"host {host} was told to end", "the last saved checkpoint is good")
+            raise PeerError(f"host {host} was ended", "the last saved checkpoint is good")
         if any(r.status is not None for r in working):
             close_by = min(close_by, now + (CLOSING_SAVED if looks.stopping and looks.is_over else CLOSING))
         if now > close_by and (late := next((r for r in working if r.status is None), None)):
@@ -332,7 +332,7 @@ def _check(roles: list[Role], rundir: RunDir, told: SignalFlags, host: str) -> N
     rundir.check()
     message = gone[0].exit_report()
     if told.requests and gone[0].status in (-signal.SIGTERM, 128 + signal.SIGTERM):
-        message = f"host {host} was told to end (cancelled, preempted, out of time, or another host of the job lost)"
+        message = f"host {host} was ended (cancelled, preempted, out of time, or another host of the job lost)"
     rundir.fail(gone[0].name, gone[0].index, message, EXITED if (gone[0].status or 0) > 0 else "")
     raise PeerError(message)
 

@@ -135,7 +135,7 @@ def run_job(
                 trains = rundir is not None and find(rundir, TrainerPeer)
                 what = "ends after a checkpoint" if trains else "nothing is to be saved yet"
                 why = f" ({stop.why})" if stop.why else ""
-                say(f"stopping{why}: {what}; a second signal ends it at once")
+                say(f"stopping{why}: {what}; a second signal ends it without saving")
                 state.beat("saving" if trains else "ending")
             state.beat()
             timeline.alive()

@@ -57,13 +57,13 @@ def check_fields(config: Config, family: Family, fields: Mapping[str, Any]) -> N
     built = config.get("architectures")
     if isinstance(built, list) and built and not any(str(name).endswith(GENERATES) for name in built):
         raise DataError(
-            f"{', '.join(map(str, built))} generates no text", "give a model whose architecture is ...ForCausalLM"
+            f"{', '.join(map(str, built))} generates no text", "give a model of architecture ...ForCausalLM"
         )
     known = {*family.knows, *" ".join(names for part, names in KNOWN.items() if not part or fields.get(part)).split()}
     if strange := sorted(name for name, value in config.items() if value and name not in known):
         raise DataError(
             f"config.json of this {family.model_type} model has {', '.join(strange)}, which hpcrl does not know",
-            "what it changes would be missing in training: use another model, or take it out if it changes nothing",
+            "training would ignore it: use another model, or remove it if it changes nothing",
         )
 
 

@@ -161,7 +161,7 @@ class SiteProfile(BaseModel):
     after: str | None = Field(
         None,
         pattern=r"^\d+(:\d+)*$",
-        description="numbers of jobs that must have ended well first, with colons (--after)",
+        description="numbers of jobs that must succeed first, with colons (--after)",
     )
     gpu_flag: Literal["gpus-per-node", "gres", "none"] = Field(
         "gpus-per-node", description="how GPUs are requested at the site; none: whole nodes come with theirs"

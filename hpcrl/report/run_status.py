@@ -157,7 +157,7 @@ def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None) ->
         return "pending", f"will never start: {queued.reason}" if queued.never else queued.reason
     if queued and queued.ending and (state is None or state.phase in WORKING):
         saving = state is not None and state.phase == "saving"
-        return "saving" if saving else "ending", "Slurm is ending what is left of its last start"
+        return "saving" if saving else "ending", "Slurm is ending its last start"
     since = job.submitted - SKEW if job else 0.0
     if queued and queued.start is not None:
         since = max(since, queued.start - (SKEW if queued.phase == "ended" else 5.0))

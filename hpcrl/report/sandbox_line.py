@@ -26,7 +26,7 @@ def sandbox_line(rows: Sequence[dict[str, Any]]) -> str:
         return ""
     get = {name.removeprefix("sandbox/"): value for name, value in steps[-1].items() if number(value)}.get
     text = f"{get('used', 0):.1f} in use, {get('warm', 0):.1f} warm, {get('making', 0):.1f} being made"
-    text += f"; {get('wait_time', 0.0):.2g} s until one is there"
+    text += f"; {get('wait_time', 0.0):.2g} s until one is ready"
     failures: Counter[str] = Counter()
     for row in steps:
         for name, value in row.items():

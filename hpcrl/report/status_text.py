@@ -107,7 +107,7 @@ def facts(s: Status) -> list[tuple[str, str]]:
     if s.left is not None or s.needs is not None:
         rows.append(("time", _time(s)))
     if s.stop_asked:
-        rows.append(("", "told to save and end"))
+        rows.append(("", "saving and ending"))
     rows += [("note", note) for note in s.notes]
     if s.phase in ("stopped", "failed", "cancelled", "lost"):
         rows.append(("next", _hint_for(s)))

@@ -24,7 +24,7 @@ from hpcrl.utils.untrusted_files import read_system
 SHELL = 128
 #: who sends SIGKILL unrequested: the kernel to a process, or Slurm to all of a step
 MEMORY = "memory may have run out"
-NOT_MEMORY = "not for want of memory, says the kernel: another process sent it"
+NOT_MEMORY = "not the kernel's out-of-memory killer: another process sent it"
 
 
 def signal_name(number: int) -> str:
@@ -103,14 +103,12 @@ class MemoryWatch:
             now = _field(group.events, "oom_kill")
             if now is not None and before is not None and now > before:
                 return (
-                    f"the kernel killed {_many(now - before)} for want of memory{self._limit(number)}: ask for more "
-                    "memory"
+                    f"out of memory: the kernel killed {_many(now - before)}{self._limit(number)}: ask for more memory"
                 )
         now = _field(self._host, "oom_kill")
         if now is not None and self._host_before is not None and now > self._host_before:
             return (
-                f"perhaps for want of memory: the kernel has killed {_many(now - self._host_before)} of this host "
-                "meanwhile"
+                f"perhaps out of memory: the kernel has killed {_many(now - self._host_before)} of this host meanwhile"
             )
         return ""
 

@@ -76,7 +76,7 @@ def read_plan(rundir: RunDir) -> Plan:
     try:
         return read_json(rundir.plan_file, Plan)
     except FileNotFoundError:
-        raise HpcrlError(f"{rundir.plan_file} is not there", "does this host see the run directory?") from None
+        raise HpcrlError(f"{rundir.plan_file} is missing", "does this host see the run directory?") from None
     except (OSError, Damaged) as error:
         raise HpcrlError(f"{rundir.plan_file} is damaged, or of another version of hpcrl: {error}") from error
 

@@ -155,7 +155,7 @@ def _outcome(
     """
     if missed := next(filter(None, map(missed_file, calls)), None):
         raise UsageError(
-            f"{path} reads {strip_control(missed)}, which is there, but which it may not see",
+            f"{path} reads {strip_control(missed)}, which the sandbox hides",
             "a script sees its own directory, unless that is a home directory or /tmp: move it into one that holds "
             "what it reads as well, or name that file's directory with --models-dir",
         )

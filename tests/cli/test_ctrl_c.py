@@ -30,7 +30,7 @@ def test_ctrl_c_once_and_twice_in_a_run(tmp_path: Path, task: Path) -> None:
     cases = [
         (["run", "recipe.toml", "--run-dir", "runs/a"], ["run directory"], 143, "stopped while starting", ": nothing"),
         (["resume", "runs/a"], ["(starting)", "stopping"], 130, "stopped while starting", ": nothing"),
-        (["resume", "runs/a"], ["tok/s", "stopping"], 130, "ended at once", ": ends after"),
+        (["resume", "runs/a"], ["tok/s", "stopping"], 130, "ended without saving", ": ends after"),
     ]
     for words, when, status, said, saves in cases:
         found, text = press(words, when, tmp_path)

@@ -90,7 +90,7 @@ def test_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> None:
     staged = tmp_path / "r2"
     run_dir(staged / "grpo")
     assert options_of(recipe_for(staged, given)[0], tmp_path, **given).load == str(staged / "grpo" / "checkpoints")
-    with pytest.raises(UsageError, match="evaluate is named; give --eval-prompt-data NAME PATH"):
+    with pytest.raises(UsageError, match="held-out set given; give --eval-prompt-data NAME PATH"):
         recipe_for(run, {})
 
 

@@ -84,7 +84,7 @@ def test_a_name_of_any_letters(home: Path) -> None:
 
 def test_nothing_is_overwritten(home: Path) -> None:
     (home / "there").mkdir()
-    with pytest.raises(UsageError, match="there is.*overwritten"):
+    with pytest.raises(UsageError, match="there exists already"):
         write_folder(Path("there"), "math", None)
     with pytest.raises(UsageError, match="--model nowhere: .*config.json"):
         write_folder(Path("new"), "math", "nowhere")

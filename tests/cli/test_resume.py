@@ -50,7 +50,7 @@ def test_a_schedule_is_not_stretched(tmp_path: Path) -> None:
 def test_a_run_goes_back(tmp_path: Path) -> None:
     """To a checkpoint that there is; else nothing changes."""
     job, rundir = finished(tmp_path)
-    with pytest.raises(UsageError, match="is finished; give --num-rollout N as well"):
+    with pytest.raises(UsageError, match="is finished; give --num-rollout N too"):
         rewind_run(job, 2)
     with pytest.raises(UsageError, match="--ckpt-step 4: .* no such"):
         extend_run(job, 6, 4)

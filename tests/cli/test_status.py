@@ -218,7 +218,7 @@ def test_a_job_that_its_scheduler_is_ending(tmp_path: Path, written: float) -> N
     root = make(tmp_path, phase="running", time=written)
     submitted(root, "12")
     found = look(root, queued=QueuedJob("running", "COMPLETING", start=NOW - 300, ending=True))
-    assert found.phase == "ending" and "ending what is left" in found.message
+    assert found.phase == "ending" and "ending its last start" in found.message
     make(tmp_path / "saves", phase="saving", time=written)
     submitted(tmp_path / "saves", "12")
     queued = QueuedJob("running", "COMPLETING", start=NOW - 300, ending=True)

@@ -91,7 +91,7 @@ def test_stop_asks_and_asks_once(
     assert main(["stop", "a"]) == 0
     assert "already stopping" in capsys.readouterr().out
     main(["status", "a"])
-    assert "told to save" in capsys.readouterr().out
+    assert "saving and ending" in capsys.readouterr().out
 
 
 def test_stop_signals_an_old_launcher(run: Path, old_launcher: subprocess.Popen[str]) -> None:

@@ -392,12 +392,12 @@ def test_every_part_of_a_model_must_be_there(tmp_path: Path) -> None:
     assert bad([*directories.check_model_directory(str(tmp_path))]) == [
         f"fail  --hf-checkpoint {tmp_path}: no config.json there; name a Hugging Face model directory"
     ]
-    assert "model.safetensors is not there" in bad(directories.files(tmp_path))[0]
+    assert "model.safetensors does not exist" in bad(directories.files(tmp_path))[0]
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}))
     safetensors(tmp_path / "1.safetensors")
     [line] = bad(directories.files(tmp_path))
-    assert "2.safetensors is not there" in line
+    assert "2.safetensors does not exist" in line
     safetensors(tmp_path / "2.safetensors")
     assert (
         bad(directories.files(tmp_path)) == []
@@ -728,7 +728,9 @@ def test_the_login_node_is_looked_at(
     (tmp_path / "broken" / "config.json").write_text('{"vocab_size": 8}')
     assert doctor.main([*argv, "--hf-checkpoint", str(tmp_path / "broken"), "--nodes"]) == 1
     out = capsys.readouterr().out
-    assert "model.safetensors is not there" in out and "the tokenizer of" in out and "0 of its 4 nodes have that" in out
+    assert (
+        "model.safetensors does not exist" in out and "the tokenizer of" in out and "0 of its 4 nodes have that" in out
+    )
 
 
 @pytest.mark.parametrize("configured", [False, True])

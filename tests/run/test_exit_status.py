@@ -53,7 +53,7 @@ NONE = {
     [
         (V1, "at the limit of 8.0 GiB (memory.limit_in_bytes of job_7): ask for more memory"),
         (V2, "at the limit of 12.0 GiB (memory.max of job_7): ask for more memory"),
-        (INSIDE, "the kernel killed 1 process for want of memory: ask for more memory"),
+        (INSIDE, "out of memory: the kernel killed 1 process: ask for more memory"),
         (NONE, ""),
         ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "garbage\n"}, ""),
         ({}, ""),

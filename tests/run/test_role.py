@@ -31,7 +31,7 @@ def test_a_role_finds_its_place(rundir: RunDir) -> None:
 def test_a_plan_that_is_none_is_named(rundir: RunDir, damage: bytes | None) -> None:
     if damage is not None:
         rundir.plan_file.write_bytes(damage)
-    match = r"plan\.json is not there" if damage is None else r"plan\.json is damaged"
+    match = r"plan\.json is missing" if damage is None else r"plan\.json is damaged"
     with pytest.raises(HpcrlError, match=match):
         read_plan(rundir)
     with pytest.raises(SystemExit, match=f"error: .*{match}"):

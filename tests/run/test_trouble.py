@@ -194,9 +194,7 @@ def test_a_limit_that_was_hit_is_named_whoever_sets_it(tmp_path: Path, own: str,
     (root / events).write_text("oom 1\noom_kill 4\n")
     (root / "proc/vmstat").write_text("oom_kill 4\n")
     name = limit.rpartition("/")[2]
-    said = (
-        f"the kernel killed 1 process for want of memory at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
-    )
+    said = f"out of memory: the kernel killed 1 process at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
     assert watch.describe_kills() == said and said in how_it_ended(-9, watch) and said in how_it_ended(137, watch)
     assert said not in how_it_ended(-15, watch), "of a SIGTERM somebody else is the cause"
 
@@ -231,7 +229,7 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", code, str(group)], capture_output=True, text=True, timeout=60, check=False
         )
-        assert "SIGKILL (the kernel killed 1" in done.stdout and "memory at the limit" in done.stdout, done
+        assert "SIGKILL (out of memory" in done.stdout and "process at the limit" in done.stdout, done
     finally:
         group.rmdir()
 

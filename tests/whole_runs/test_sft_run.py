@@ -307,7 +307,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path, task: Path) -> None:
         assert (metrics(root), samples(root)) == whole
         told = f"resumes from {steps / 'iter_0000004'}"
         assert out.count(told) == 1 and f"{shard} is damaged" in out, out
-        assert (f"{steps / 'latest_checkpointed_iteration.txt'} is not there" in out) is not tracker
+        assert (f"{steps / 'latest_checkpointed_iteration.txt'} is missing" in out) is not tracker
         assert (root / "logs" / "latest" / "trainer-0.log").read_text().count(told) == 1
         shown = subprocess.run(
             [sys.executable, "-m", "hpcrl", "status", str(root)], capture_output=True, text=True, timeout=60

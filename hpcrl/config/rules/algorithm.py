@@ -146,7 +146,7 @@ def _old_policy(o: Options) -> None:
         )
     if o.keep_old_actor:
         raise UsageError(
-            "--use-rollout-logprobs and --keep-old-actor both say whose the old log-probs are", "leave one of them out"
+            "--use-rollout-logprobs and --keep-old-actor both choose the old log-probs", "leave one of them out"
         )
 
 

@@ -74,7 +74,7 @@ def label_key(o: Options) -> str | None:
     if o.label_key is not None:
         return o.label_key
     if o.loss_type == "dpo_loss" and o.learns_labels:
-        raise UsageError(f"--loss-type {o.loss_type} learns the label", "give --label-key")
+        raise UsageError(f"--loss-type {o.loss_type} needs a label to learn", "give --label-key")
     if o.learns_labels and not o.apply_chat_template:
         raise UsageError(
             f"--loss-type {o.loss_type} without --label-key learns the assistant's turns of chat messages",

@@ -68,9 +68,7 @@ def split_address(text: str, flag: str = ADDRS) -> tuple[str, int]:
     """
     found = _ADDRESS.match(text)
     if found is None or not 0 < int(found[3]) < 65536:
-        raise UsageError(
-            f"{flag} {text}: that is not an address of an engine", "write HOST:PORT, such as 10.0.0.5:8100"
-        )
+        raise UsageError(f"{flag} {text}: not an address of an engine", "write HOST:PORT, such as 10.0.0.5:8100")
     return found[1] or found[2], int(found[3])
 
 
@@ -104,7 +102,7 @@ def check_external(o: Options) -> None:
             f"{ADDRS} and --colocate exclude each other: engines elsewhere take no turns with this trainer"
         )
     if addresses and o.rollout_external_engine_keys is None:
-        raise UsageError(f"{ADDRS} without {KEYS}", "name the directory that hpcrl engines serve --keys was given")
+        raise UsageError(f"{ADDRS} without {KEYS}", "give the directory of hpcrl engines serve --keys")
     if addresses and o.weight_transfer == "shm":
         raise UsageError(
             f"--weight-transfer shm does not reach {ADDRS}", "use auto, gloo or nccl, as they were served with"

@@ -26,7 +26,7 @@ def check_needed(o: Options) -> None:
     if given is None and o.load_debug_rollout_data is None and not o.only_evaluates:
         raise UsageError("no prompts given", "give --prompt-data, a .jsonl or .parquet file")
     if o.num_rollout is None and o.num_epoch is None:
-        raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
+        raise UsageError("no length of the run given", "give --num-rollout or --num-epoch")
     if o.num_rollout == 0 and o.eval_interval is None:
         raise UsageError(
             "--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only"
@@ -71,7 +71,7 @@ def check_loop(o: Options) -> None:
     shown = f"--loop {o.loop}"
     if o.colocate:
         raise UsageError(
-            f"{shown} and --colocate exclude each other: trainer and engines cannot work at once on the same GPUs",
+            f"{shown} and --colocate exclude each other: trainer and engines cannot share GPUs at the same time",
             "give the engines separate GPUs with --rollout-num-gpus, or take --loop sync",
         )
     if o.max_staleness is not None and o.max_staleness < o.loop_lag:
@@ -140,16 +140,16 @@ def check_looking(o: Options) -> None:
         raise UsageError(f"--debug-rollout-only and {one_side[0]} exclude each other", "leave one of them out")
     if o.debug_train_only and o.load_debug_rollout_data is None and not o.learns_labels:
         raise UsageError(
-            "--debug-train-only has nothing to train from",
+            "--debug-train-only needs data",
             "give --load-debug-rollout-data, or a loss that learns labels",
         )
     if o.debug_rollout_only and o.learns_labels:
         raise UsageError(f"--debug-rollout-only: --loss-type {o.loss_type} samples nothing", "leave it out")
     if o.load_debug_rollout_data is not None and not o.num_rollout:
-        raise UsageError("--load-debug-rollout-data without --num-rollout", "say how many of the files to train from")
+        raise UsageError("--load-debug-rollout-data without --num-rollout", "give the number of files to train on")
     if o.load_debug_rollout_data is not None and o.save_debug_rollout_data is not None:
         raise UsageError(
-            "--save-debug-rollout-data would write what --load-debug-rollout-data reads", "leave one of them out"
+            "--save-debug-rollout-data would overwrite the files of --load-debug-rollout-data", "leave one of them out"
         )
     _processed_rewards(o)
     for name in ("save_debug_rollout_data", "load_debug_rollout_data"):

@@ -17,7 +17,7 @@ class AlgorithmOptions(Base):
 
     loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"] = opt(
         "policy_loss",
-        "policy gradient; sft_loss: learn the label; dpo_loss: prefer one of two responses; custom_loss",
+        "policy_loss: policy gradient; sft_loss: learn the label; dpo_loss: prefer one of two responses; custom_loss",
         "slime",
     )
     custom_loss_function_path: str | None = opt(
@@ -25,41 +25,39 @@ class AlgorithmOptions(Base):
     )
     advantage_estimator: str = opt(
         "grpo",
-        "how advantages come from rewards: a name of docs/algorithms.md, or module.function of a custom one",
+        "estimator of advantages: a name of docs/algorithms.md, or module.function",
         "slime",
     )
     disable_grpo_std_normalization: bool = opt(False, "subtract the group's mean only (Dr. GRPO)", "slime")
-    disable_rewards_normalization: bool = opt(False, "no group mean is subtracted: raw rewards", "slime")
+    disable_rewards_normalization: bool = opt(False, "raw rewards: subtract no group mean", "slime")
     normalize_advantages: bool = opt(False, "whiten advantages over all trained tokens of the rollout", "slime")
     gamma: float = opt(1.0, "discount of later rewards", "slime", ge=0, le=1)
     lambd: float = opt(1.0, "lambda of generalized advantage estimation", "slime", ge=0, le=1)
     overlong_buffer_len: int | None = opt(
-        None, "the last N tokens before --rollout-max-response-len cost reward (DAPO)", "verl", ge=1
+        None, "tokens before --rollout-max-response-len with a growing penalty (DAPO)", "verl", ge=1
     )
-    overlong_penalty_factor: float = opt(1.0, "what they cost at the very end", "verl", ge=0)
+    overlong_penalty_factor: float = opt(1.0, "that penalty at the very end", "verl", ge=0)
     pg_loss_type: str | None = opt(
         None,
         "policy loss: a name of docs/algorithms.md, or module.function; default: the estimator's own, ppo for most",
     )
-    eps_clip: float = opt(0.2, "the ratio is clipped below 1 - this", "slime", ge=0)
-    eps_clip_high: float | None = opt(None, "the ratio is clipped above 1 + this; default --eps-clip", "slime", ge=0)
-    eps_clip_c: float | None = opt(
-        None, "dual clip: bound of the loss where the advantage is negative (> 1)", "slime", gt=1
-    )
-    sapo_tau_pos: float = opt(1.0, "sapo: how fast the gradient fades where the advantage is positive", gt=0)
-    sapo_tau_neg: float = opt(1.05, "sapo: the same where it is not", gt=0)
-    dpo_beta: float = opt(0.1, "dpo_loss: how far the policy may leave the reference; smaller is farther", gt=0)
+    eps_clip: float = opt(0.2, "clip the ratio below 1 - this", "slime", ge=0)
+    eps_clip_high: float | None = opt(None, "clip the ratio above 1 + this; default --eps-clip", "slime", ge=0)
+    eps_clip_c: float | None = opt(None, "dual clip: bound of the loss for negative advantages (> 1)", "slime", gt=1)
+    sapo_tau_pos: float = opt(1.0, "sapo: temperature for positive advantages", gt=0)
+    sapo_tau_neg: float = opt(1.05, "sapo: temperature for other advantages", gt=0)
+    dpo_beta: float = opt(0.1, "dpo_loss: a smaller beta lets the policy move farther from the reference", gt=0)
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", "slime", ge=0)
-    kl_coef: float = opt(0.0, "weight of the KL to the reference that is taken off rewards", "slime", ge=0)
+    kl_coef: float = opt(0.0, "weight of the KL to the reference, subtracted from rewards", "slime", ge=0)
     use_kl_loss: bool = opt(
-        False, "KL to the reference as a term of the loss; with --kl-loss-coef 0 it is measured only", "slime"
+        False, "add the KL to the reference to the loss; with --kl-loss-coef 0 only measure it", "slime"
     )
     kl_loss_coef: float = opt(0.0, "weight of that term", "slime", ge=0)
     kl_loss_type: str = opt("k1", "KL estimator: k1, k2, k3, low_var_kl, or module.function of a custom one", "slime")
     use_unbiased_kl: bool = opt(
-        False, "weight the KL term by the importance ratio: value and gradient are then right off policy too", "slime"
+        False, "weight the KL term by the importance ratio, which corrects value and gradient off policy", "slime"
     )
-    calculate_per_token_loss: bool = opt(False, "mean over all tokens, not over the samples' own means", "slime")
+    calculate_per_token_loss: bool = opt(False, "mean over all tokens, not over the means of samples", "slime")
     pg_loss_divisor: int | None = opt(
         None, "divide the policy-gradient sum of each sample by this, not by its length (Dr. GRPO)", ge=1
     )
@@ -71,26 +69,30 @@ class AlgorithmOptions(Base):
 class OffPolicyOptions(Base):
     """off-policy correction, reference and critic"""
 
-    use_rollout_logprobs: bool = opt(False, "take the engine's log-probs as the old policy's", "slime")
-    keep_old_actor: bool = opt(False, "keep the weights that sampled and take the old log-probs under them", "slime")
+    use_rollout_logprobs: bool = opt(False, "use the engine's log-probs as the old policy's", "slime")
+    keep_old_actor: bool = opt(False, "keep the weights that sampled, to compute the old log-probs", "slime")
     use_routing_replay: bool = opt(
         False,
-        "mixture of experts: train with the experts that the old policy's pass chose for each token (R2)",
+        "mixture of experts: train each token with the experts of the old policy's pass (R2)",
         "slime",
     )
     use_rollout_routing_replay: bool = opt(
-        False, "mixture of experts: train with the experts that the engine chose for each token (R3)", "slime"
+        False, "mixture of experts: train each token with the experts that the engine chose (R3)", "slime"
     )
-    use_tis: bool = opt(False, "weight the policy gradient by the ratio of trainer to engine, truncated", "slime")
+    use_tis: bool = opt(False, "weight the policy gradient by the truncated ratio of trainer to engine", "slime")
     tis_clip: float = opt(2.0, "upper bound of that weight", "slime", gt=0)
     tis_clip_low: float = opt(0.0, "lower bound of that weight", "slime", ge=0)
     custom_tis_function_path: str | None = opt(
-        None, "another correction than tis: icepop, mis, or module.function of a custom one", "slime"
+        None, "correction in place of tis: icepop, mis, or module.function", "slime"
     )
-    tis_level: Literal["token", "sequence", "geometric"] = opt("token", "mis: whose ratio the weight is", "slime")
-    tis_mode: Literal["truncate", "clip", "mask"] = opt("truncate", "mis: what happens out of bounds", "slime")
-    use_rs: bool = opt(False, "mis: reject what is out of bounds of --rs-level", "slime")
-    rs_level: Literal["token", "sequence", "geometric"] = opt("token", "mis: whose ratio decides on rejection", "slime")
+    tis_level: Literal["token", "sequence", "geometric"] = opt(
+        "token", "mis: level at which the weight is computed", "slime"
+    )
+    tis_mode: Literal["truncate", "clip", "mask"] = opt("truncate", "mis: treatment of weights out of bounds", "slime")
+    use_rs: bool = opt(False, "mis: reject responses or tokens out of bounds at --rs-level", "slime")
+    rs_level: Literal["token", "sequence", "geometric"] = opt(
+        "token", "mis: level of the ratio that rejection compares", "slime"
+    )
     rs_lower_bound: float | None = opt(
         None, "mis: reject below; default --tis-clip-low, or 1 / --tis-clip", "slime", ge=0
     )
@@ -102,13 +104,13 @@ class OffPolicyOptions(Base):
         False, "mis: divide the weights by their mean over the micro-batch, as slime; packing then counts", "slime"
     )
     use_opsm: bool = opt(False, "drop responses of negative advantage that the policy has moved away from", "slime")
-    opsm_delta: float = opt(1e-4, "how far: mean of old minus new log-prob", "slime", ge=0)
+    opsm_delta: float = opt(1e-4, "distance of --use-opsm: mean of old minus new log-prob", "slime", ge=0)
     ref_ckpt_step: int | None = opt(None, "step of --ref-load to read; default: the newest", "slime", ge=0)
-    ref_update_interval: int | None = opt(None, "the policy becomes the reference every N rollouts", "slime", ge=1)
+    ref_update_interval: int | None = opt(None, "make the policy the reference every N rollouts", "slime", ge=1)
     value_clip: float = opt(
-        0.2, "how far a critic's value may move in one rollout before its loss is clipped", "slime", ge=0
+        0.2, "change of a critic's value in one rollout above which its loss is clipped", "slime", ge=0
     )
-    num_critic_only_steps: int = opt(0, "the first N rollouts train the critic alone", "slime", ge=0)
+    num_critic_only_steps: int = opt(0, "train the critic alone for the first N rollouts", "slime", ge=0)
     critic_load: str | None = opt(
         None, "checkpoint or Hugging Face directory of the critic; default: the policy's start", "slime"
     )
@@ -123,9 +125,9 @@ class FurtherTokenOptions(Base):
     """layers that predict further tokens (docs/models.md)"""
 
     mtp_num_layers: int | None = opt(
-        None, "layers behind the last one, which predict further tokens, that the trainer holds", "megatron", ge=1
+        None, "further layers of the trainer, each of which predicts a further token", "megatron", ge=1
     )
-    enable_mtp_training: bool = opt(False, "train them, which leaves the policy as it is", "slime")
+    enable_mtp_training: bool = opt(False, "train them; the policy stays as it is", "slime")
     mtp_loss_scaling_factor: float = opt(
         0.2, "weight of their loss (the default is slime's, Megatron's own is 0.1)", "megatron", gt=0
     )
@@ -138,28 +140,27 @@ class AdapterOptions(Base):
     """LoRA adapters (docs/models.md)"""
 
     lora_rank: int = opt(0, "train adapters of this rank over frozen weights; 0: all weights are trained", "vime", ge=0)
-    lora_alpha: float = opt(16, "an adapter counts by this divided by its rank", "vime", gt=0)
+    lora_alpha: float = opt(16, "scale of an adapter: this divided by its rank", "vime", gt=0)
     use_rslora: bool = opt(False, "divide by the root of the rank (rank-stabilized LoRA)", "trl")
-    lora_dropout: float = opt(0.0, "share of an adapter's inputs left out in training", "vime", ge=0, lt=1)
+    lora_dropout: float = opt(0.0, "share of an adapter's inputs dropped in training", "vime", ge=0, lt=1)
     target_modules: list[str] = opt(
         ["all-linear"],
-        "which matrices have one: Hugging Face's names or Megatron's (q_proj, linear_qkv), the last words of one "
+        "matrices with an adapter: names of Hugging Face or Megatron (q_proj, linear_qkv), the last words of one "
         "(mlp.down_proj), * for any part; all-linear: all but embeddings, output layer and routers",
         "vime",
     )
-    exclude_modules: list[str] = opt([], "which have none, in the same spelling", "vime")
+    exclude_modules: list[str] = opt([], "matrices without one, in the same spelling", "vime")
     lora_type: Literal["lora", "canonical_lora"] = opt(
         "lora",
-        "one A for the matrices that Megatron holds as one (queries, keys and values), or canonical_lora, to each its "
-        "own, as PEFT",
+        "lora: one A for matrices that Megatron fuses (queries, keys and values); canonical_lora: one each, as PEFT",
         "vime",
     )
     lora_serve: Literal["adapter", "merged"] | None = opt(
         None,
-        "what engines get in an update: the adapter alone, or the weights with it added in; default: the adapter where "
-        "vLLM applies all of it",
+        "what an update brings to engines: the adapter, or merged weights; default: the adapter where vLLM applies "
+        "all of it",
     )
-    lora_adapter_path: str | None = opt(None, "start with this adapter, a directory as PEFT writes it", "vime")
+    lora_adapter_path: str | None = opt(None, "adapter to start from: a directory of PEFT's", "vime")
 
 
 # ---- distillation
@@ -168,18 +169,18 @@ class AdapterOptions(Base):
 class DistillationOptions(Base):
     """on-policy distillation (docs/algorithms.md)"""
 
-    use_opd: bool = opt(False, "learn from a teacher what it says of the tokens that were sampled", "slime")
+    use_opd: bool = opt(False, "learn from a teacher's log-probs of sampled tokens", "slime")
     opd_type: Literal["vllm", "megatron"] | None = opt(
         None,
-        "where the teacher is: a server at --opd-teacher-url, or the weights of --opd-teacher-load on the trainer's "
+        "place of the teacher: a server at --opd-teacher-url, or the weights of --opd-teacher-load on the trainer's "
         "ranks",
         "vime",
     )
-    opd_kl_coef: float = opt(1.0, "weight of the KL to the teacher; 0 measures it only", "slime", ge=0)
+    opd_kl_coef: float = opt(1.0, "weight of the KL to the teacher; 0 only measures it", "slime", ge=0)
     opd_kl_type: Literal["sampled", "reverse", "forward"] = opt(
         "sampled",
-        "sampled: the reverse KL of each sampled token is taken off its advantage; reverse, forward: the KL over the "
-        "whole vocabulary is a term of the loss (megatron alone)",
+        "sampled: subtract the reverse KL of each sampled token from its advantage; reverse, forward: add the KL over "
+        "the whole vocabulary to the loss (megatron only)",
     )
     opd_teacher_load: str | None = opt(
         None, "teacher of --hf-checkpoint's architecture: a checkpoint or a Hugging Face directory", "slime"
@@ -188,9 +189,9 @@ class DistillationOptions(Base):
         None, "step of --opd-teacher-load to read; default: the newest", "slime", ge=0
     )
     opd_teacher_url: str | None = opt(
-        None, "address of a vLLM server whose tokenizer is the student's; its key is taken from HPCRL_OPD_TEACHER_KEY"
+        None, "address of a vLLM server with the student's tokenizer; its key is in HPCRL_OPD_TEACHER_KEY"
     )
-    opd_teacher_model: str | None = opt(None, "name of the model there; default: the one that it serves", "vime")
+    opd_teacher_model: str | None = opt(None, "name of the model on that server; default: its only one", "vime")
 
 
 # ---- optimizer
@@ -211,16 +212,16 @@ class OptimizerOptions(Base):
     lr_warmup_init: float = opt(0.0, "learning rate at the start of the warm-up", "megatron", ge=0)
     lr_decay_iters: int | None = opt(None, "optimizer steps of the schedule; default: all of the run", "megatron", ge=1)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = opt(
-        "exponential", "how WSD decays at its end", "megatron"
+        "exponential", "shape of WSD's final decay", "megatron"
     )
     lr_wsd_decay_iters: int | None = opt(None, "optimizer steps of that decay", "megatron", ge=1)
     weight_decay: float = opt(0.0, "weight decay (Megatron's default: 0.01)", "megatron", ge=0)
-    start_weight_decay: float | None = opt(None, "weight decay at the start, where it grows", "megatron", ge=0)
+    start_weight_decay: float | None = opt(None, "weight decay at the start, if it grows", "megatron", ge=0)
     end_weight_decay: float | None = opt(None, "weight decay at the end of the schedule", "megatron", ge=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "how it grows from --start-weight-decay to --end-weight-decay", "megatron"
+        "constant", "growth from --start-weight-decay to --end-weight-decay", "megatron"
     )
     adam_beta1: float = opt(0.9, "Adam's first decay rate", "megatron", ge=0, lt=1)
     adam_beta2: float = opt(0.95, "Adam's second decay rate (Megatron's default: 0.999)", "megatron", ge=0, lt=1)
     adam_eps: float = opt(1e-8, "Adam's epsilon", "megatron", gt=0)
-    clip_grad: float = opt(1.0, "clip the gradient to this norm; 0 does not", "megatron", ge=0)
+    clip_grad: float = opt(1.0, "maximum norm of the gradient; 0: no clipping", "megatron", ge=0)

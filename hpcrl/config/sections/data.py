@@ -19,18 +19,18 @@ class DataOptions(Base):
     input_key: str = opt("input", "key of the prompt: a string or a list of chat messages", "slime")
     label_key: str | None = opt(
         None,
-        "key of the label that the reward compares with, or that is learned; sft_loss without it learns the "
-        "assistant's turns of the prompt's messages",
+        "key of the label, to compare with or to learn; sft_loss without it learns the assistant's turns of the "
+        "prompt's messages",
         "slime",
     )
     rejected_key: str | None = opt(
-        None, "key of the worse response (dpo_loss); --label-key is the better one's, and nothing is sampled"
+        None, "key of the worse response (dpo_loss); --label-key names the better one; nothing is sampled"
     )
-    metadata_key: str = opt("metadata", "key of an object that is kept with the sample", "slime")
+    metadata_key: str = opt("metadata", "key of an object to keep with the sample", "slime")
     tool_key: str = opt("tools", "key of a list of tool schemas for the chat template", "slime")
     apply_chat_template: bool = opt(False, "render the prompt with the tokenizer's chat template", "slime")
     apply_chat_template_kwargs: dict[str, Any] = opt(
-        {}, "what the chat template is given besides the messages, such as enable_thinking", "slime"
+        {}, "further arguments of the chat template, such as enable_thinking", "slime"
     )
     rollout_shuffle: bool = opt(False, "shuffle the prompts in each epoch", "slime")
     rollout_seed: int = opt(42, "seed of the shuffle and of every sample", "slime")
@@ -45,8 +45,7 @@ class RewardOptions(Base):
     rm_type: str | list[str] | None = opt(
         None,
         "reward: a file of hpcrl/rollout/rewards/ such as math, boxed_NAME for the boxed part of the response, or "
-        "module.function; "
-        "several with weights are added up: math:1.0 my.brief:0.1; a prompt's metadata may name another",
+        "module.function; several with weights are added: math:1.0 my.brief:0.1; a prompt's metadata may name another",
         "slime",
     )
     custom_rm_path: str | None = opt(
@@ -55,17 +54,15 @@ class RewardOptions(Base):
         "slime",
     )
     group_rm: bool = opt(False, "--custom-rm-path takes the list of a group's samples and returns a list", "slime")
-    rm_url: str | None = opt(None, "where --rm-type remote_rm posts prompt, response and label", "slime")
-    reward_key: str | None = opt(None, "key of the reward where a reward is an object", "slime")
+    rm_url: str | None = opt(None, "address to which --rm-type remote_rm posts prompt, response and label", "slime")
+    reward_key: str | None = opt(None, "key of the reward in a reward that is an object", "slime")
     eval_reward_key: str | None = opt(None, "the same in evaluations; default --reward-key", "slime")
-    reward_cpu_limit: float = opt(
-        5.0, "CPU seconds that one grading may use; reading and comparing takes a thousandth", gt=0
-    )
-    reward_timeout: float = opt(120.0, "seconds of wall-clock time that one grading may take", gt=0)
+    reward_cpu_limit: float = opt(5.0, "CPU seconds for one grading; a usual one takes a thousandth", gt=0)
+    reward_timeout: float = opt(120.0, "wall-clock seconds for one grading", gt=0)
     reward_max_failed: float = opt(
         0.1,
-        "stop the run when more than this share of a rollout's gradings, or calls of --custom-generate-function-path, "
-        "fails; they train nothing",
+        "stop the run if a larger share of a rollout's gradings, or calls of --custom-generate-function-path, fails; "
+        "failed samples train nothing",
         ge=0,
         le=1,
     )
@@ -82,31 +79,35 @@ class EvalOptions(Base):
     )
     eval_prompt_data: list[str] = opt(
         [],
-        "NAME PATH [NAME PATH ...]: the held-out prompt files, as --prompt-data has them; one path alone is named by "
-        "its file",
+        "NAME PATH [NAME PATH ...]: held-out prompt files, as for --prompt-data; one path alone is named after its "
+        "file",
         "slime",
     )
     eval_config: str | None = opt(
         None,
-        "YAML file of held-out sets, each with its own reward and sampling; in place of --eval-prompt-data",
+        "YAML file of held-out sets, each with its own reward and sampling; replaces --eval-prompt-data",
         "slime",
     )
-    eval_input_key: str | None = opt(None, "key of the prompt there; default --input-key", "slime")
-    eval_label_key: str | None = opt(None, "key of the label there; default --label-key", "slime")
-    eval_tool_key: str | None = opt(None, "key of the tool schemas there; default --tool-key", "slime")
+    eval_input_key: str | None = opt(None, "prompt key in evaluations; default --input-key", "slime")
+    eval_label_key: str | None = opt(None, "label key in evaluations; default --label-key", "slime")
+    eval_tool_key: str | None = opt(None, "tool schema key in evaluations; default --tool-key", "slime")
     n_samples_per_eval_prompt: int = opt(1, "responses to each held-out prompt", "slime", ge=1)
-    eval_temperature: float | None = opt(None, "temperature there; default --rollout-temperature", "slime", ge=0)
-    eval_top_p: float | None = opt(None, "top-p there; default --rollout-top-p", "slime", gt=0, le=1)
-    eval_top_k: int | None = opt(None, "top-k there; default --rollout-top-k", "slime", ge=-1)
+    eval_temperature: float | None = opt(
+        None, "temperature in evaluations; default --rollout-temperature", "slime", ge=0
+    )
+    eval_top_p: float | None = opt(None, "top-p in evaluations; default --rollout-top-p", "slime", gt=0, le=1)
+    eval_top_k: int | None = opt(None, "top-k in evaluations; default --rollout-top-k", "slime", ge=-1)
     eval_max_response_len: int | None = opt(
-        None, "tokens of a response there; default --rollout-max-response-len", "slime", ge=1
+        None, "maximum response tokens in evaluations; default --rollout-max-response-len", "slime", ge=1
     )
-    eval_max_prompt_len: int | None = opt(None, "tokens of a prompt there; default: any number", "slime", ge=1)
+    eval_max_prompt_len: int | None = opt(
+        None, "maximum prompt tokens in evaluations; default: no limit", "slime", ge=1
+    )
     eval_max_context_len: int | None = opt(
-        None, "prompt and response together there; default --rollout-max-context-len", "slime", ge=2
+        None, "maximum prompt and response tokens in evaluations; default --rollout-max-context-len", "slime", ge=2
     )
-    eval_min_new_tokens: int | None = opt(None, "tokens of a response there at least; default 0", "slime", ge=0)
-    skip_eval_before_train: bool = opt(False, "no evaluation before the first step", "slime")
+    eval_min_new_tokens: int | None = opt(None, "minimum response tokens in evaluations; default 0", "slime", ge=0)
+    skip_eval_before_train: bool = opt(False, "skip the evaluation before the first step", "slime")
     log_passrate: bool = opt(
         False, "log pass@k, k = 1, 2, 4 ..., of evaluations with several responses a prompt", "slime"
     )

@@ -21,14 +21,14 @@ class BatchOptions(Base):
     )
     log_probs_chunk_size: int = opt(
         -1,
-        "rows that have logits at once, which bounds their memory; the backward pass then computes them again; -1: "
-        "all of a micro-batch",
+        "rows with logits at a time, which bounds memory; the backward pass then computes them again; -1: all of a "
+        "micro-batch",
         "slime",
         ge=-1,
     )
     balance_data: bool = opt(
         True,
-        "as many tokens to every data-parallel rank (slime: off by default); off: samples go to the ranks in turn",
+        "balance tokens over data-parallel ranks (slime: off by default); off: samples go to the ranks in turn",
         "slime",
     )
     tensor_model_parallel_size: int = opt(1, "TP", "megatron", ge=1)
@@ -41,9 +41,9 @@ class BatchOptions(Base):
         ge=1,
     )
     num_virtual_stages_per_pipeline_rank: int | None = opt(
-        None, "the same as a number of stages; the one to use with uneven first or last stages", "megatron", ge=1
+        None, "the same as a number of stages; use it with uneven first or last stages", "megatron", ge=1
     )
-    expert_model_parallel_size: int = opt(1, "EP: ranks that share out the experts of a layer", "megatron", ge=1)
+    expert_model_parallel_size: int = opt(1, "EP: ranks that share the experts of a layer", "megatron", ge=1)
     expert_tensor_parallel_size: int | None = opt(
         None, "ETP: ranks that share each expert; default: TP", "megatron", ge=1
     )
@@ -54,7 +54,7 @@ class BatchOptions(Base):
 
 
 class ClusterOptions(Base):
-    """cluster: how many of what"""
+    """cluster: nodes and GPUs"""
 
     actor_num_nodes: int = opt(1, "nodes of the trainer", "slime", ge=1)
     actor_num_gpus_per_node: int = opt(
@@ -62,34 +62,29 @@ class ClusterOptions(Base):
     )
     rollout_num_gpus: int | None = opt(
         None,
-        "GPUs of all engines together; 0 starts none (sft_loss needs none); default with --colocate: the trainer's",
+        "GPUs of all engines together; 0: no engines (for sft_loss); default with --colocate: the trainer's",
         "slime",
         ge=0,
     )
     rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
     rollout_external_engine_addrs: list[str] = opt(
         [],
-        "HOST:PORT of engines that hpcrl engines serve has started, in addition to the run's own or instead of them "
-        "(docs/runs.md)",
+        "HOST:PORT of engines started by hpcrl engines serve, besides the run's own or instead of them (docs/runs.md)",
         "slime",
     )
-    rollout_external_engine_keys: str | None = opt(
-        None, "directory with the keys of these engines, as they were served with"
-    )
+    rollout_external_engine_keys: str | None = opt(None, "directory with the keys of these engines")
     colocate: bool = opt(False, "engines share the trainer's GPUs and take turns with it (docs/sizing.md)", "slime")
     offload_train: bool | None = opt(
         None,
-        "the trainer's state is in host memory while the engines sample; default: with --colocate",
+        "keep the trainer's state in host memory while engines sample; default: with --colocate",
         "slime",
     )
     offload_rollout: bool | None = opt(
         None,
-        "the engines sleep, without weights and KV cache, while the trainer trains; default: with --colocate",
+        "let engines sleep, without weights and KV cache, while the trainer trains; default: with --colocate",
         "slime",
     )
-    interface: str | None = opt(
-        None, "network interface that hosts talk through, such as ib0; default: the only one they share"
-    )
+    interface: str | None = opt(None, "network interface between hosts, such as ib0; default: the only one they share")
     train_env_vars: dict[str, str] = opt({}, "JSON object of environment variables for the trainer ranks", "slime")
 
 
@@ -102,25 +97,21 @@ class ModelOptions(Base):
     hf_checkpoint: str | None = opt(
         None, "Hugging Face directory: config, tokenizer, and the weights to start from", "slime"
     )
-    spec: list[str] = opt(
-        [], "words of slime's --spec; the model is built from config.json, these must name the same", "slime"
-    )
+    spec: list[str] = opt([], "words of slime's --spec; they must name the model of config.json", "slime")
     load: str | None = opt(
         None, "checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime"
     )
     ref_load: str | None = opt(
         None,
-        "checkpoint or Hugging Face directory of the reference; also to start from where --load is not given or still "
+        "checkpoint or Hugging Face directory of the reference; the run also starts from it if --load is missing or "
         "empty",
         "slime",
     )
     ckpt_step: int | None = opt(None, "step of --load to start from; default: the newest", "slime", ge=0)
-    verify_checkpoint: bool = opt(
-        False, "before a resume, read the whole checkpoint once and compare it with its checksums"
-    )
+    verify_checkpoint: bool = opt(False, "before a resume, compare the whole checkpoint with its checksums")
     save: str | None = opt(None, "checkpoint directory; default: checkpoints/ in the run directory", "slime")
     save_interval: int | None = opt(None, "save every N rollouts, and always after the last", "slime", ge=1)
-    async_save: bool = opt(False, "write checkpoints in the background; the last one is waited for", "slime")
+    async_save: bool = opt(False, "write checkpoints in the background; the run waits for the last one", "slime")
     non_persistent_save_interval: int = opt(
         0,
         "every N rollouts copy each rank's state into the memory of its host and of another; 0: never",
@@ -128,7 +119,7 @@ class ModelOptions(Base):
         ge=0,
     )
     save_retain_interval: int | None = opt(
-        None, "keep checkpoints of every N rollouts and the newest, remove the others", "megatron", ge=1
+        None, "keep the checkpoints of every N rollouts and the newest", "megatron", ge=1
     )
     save_keep_last: int | None = opt(None, "keep the N newest checkpoints; with --save-retain-interval those too", ge=1)
     bf16: bool = opt(

@@ -14,64 +14,60 @@ class RolloutOptions(Base):
 
     rollout_batch_size: int = opt(32, "prompts (groups) of one rollout", "slime", ge=1)
     n_samples_per_prompt: int = opt(
-        1, "responses to each prompt; grpo compares them, and needs 2 at least", "slime", ge=1
+        1, "responses to each prompt; grpo compares them and needs at least 2", "slime", ge=1
     )
-    rollout_max_response_len: int = opt(1024, "tokens of a response at most", "slime", ge=1)
+    rollout_max_response_len: int = opt(1024, "maximum tokens of a response", "slime", ge=1)
     rollout_max_prompt_len: int | None = opt(None, "longer prompts are dropped and counted", "slime", ge=1)
     rollout_max_context_len: int | None = opt(
-        None, "prompt and response together at most; sets the engine's context", "slime", ge=2
+        None, "maximum tokens of prompt and response together; sets the engine's context", "slime", ge=2
     )
     rollout_temperature: float = opt(
-        1.0, "sampling temperature; the trainer divides its logits by the same", "slime", gt=0
+        1.0, "sampling temperature; the trainer also divides its logits by it", "slime", gt=0
     )
-    rollout_top_p: float = opt(
-        1.0, "sample from the likeliest tokens that together have this probability", "slime", gt=0, le=1
-    )
-    rollout_top_k: int = opt(-1, "sample from this many likeliest tokens; -1: from all", "slime", ge=-1)
+    rollout_top_p: float = opt(1.0, "sample from the likeliest tokens with this total probability", "slime", gt=0, le=1)
+    rollout_top_k: int = opt(-1, "sample from this many likeliest tokens; -1: all", "slime", ge=-1)
     rollout_stop: list[str] = opt([], "strings that end a response", "slime")
     rollout_stop_token_ids: list[int] = opt([], "token ids that end a response", "slime")
     rollout_skip_special_tokens: bool = opt(
         False,
-        "leave special tokens out of the text in which stop strings are looked for, and that rewards read",
+        "leave special tokens out of the text for stop strings and rewards",
         "slime",
     )
     over_sampling_batch_size: int | None = opt(
         None,
-        "groups that are issued at a time while the batch is not full; it is full with the first --rollout-batch-size "
-        "that the filter keeps, and the rest is ended; default --rollout-batch-size",
+        "groups to sample at a time until --rollout-batch-size have passed the filter; the rest is ended; default "
+        "--rollout-batch-size",
         "slime",
         ge=1,
     )
     dynamic_sampling_filter_path: str | None = opt(
         None,
-        "which finished groups are kept: check_reward_nonzero_std, check_reward_nonzero_std_with_fallback, or "
-        "module.function of an own one: (options, samples) -> bool",
+        "filter of finished groups: check_reward_nonzero_std, check_reward_nonzero_std_with_fallback, or "
+        "module.function of your own: (options, samples) -> bool",
         "slime",
     )
     partial_rollout: bool = opt(
         False,
-        "keep what a full batch leaves over: unfinished responses continue later from their tokens, "
-        "finished groups wait",
+        "keep the rest of a full batch: unfinished responses continue later from their tokens, finished groups wait",
         "slime",
     )
     mask_offpolicy_in_partial_rollout: bool = opt(
-        False, "loss mask 0 for tokens that an older policy sampled, in responses that were continued", "slime"
+        False, "loss mask 0 for tokens of older policies in continued responses", "slime"
     )
     buffer_filter_path: str | None = opt(
         None,
-        "which of the groups that were left over are continued: pop_first, the oldest (default), or module.function of "
-        "your own: (options, rollout_id, buffer, count) -> groups",
+        "choice of kept groups to continue: pop_first, the oldest (default), or module.function of your own: "
+        "(options, rollout_id, buffer, count) -> groups",
         "slime",
     )
     max_staleness: int | None = opt(
         None,
-        "policy versions that a token may lag behind the trainer; default: any with --partial-rollout, as slime has "
-        "it; else as many as "
-        "the loop makes: 0 in sync, those of --update-weights-interval rollouts in async, twice as many in fully-async",
+        "policy versions that a token may lag behind the trainer; default: any with --partial-rollout, as in slime; "
+        "else the lag of the loop: 0 in sync, --update-weights-interval rollouts in async, twice that in fully-async",
         ge=0,
     )
     rollout_server_concurrency: int = opt(
-        512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1
+        512, "maximum samples in flight per engine (slime: --sglang-server-concurrency)", ge=1
     )
 
 
@@ -107,8 +103,7 @@ class PluginOptions(Base):
     )
     data_source_path: str | None = opt(
         None,
-        "a class that is made with (options) and has take, state and restore: gives the prompts in place of "
-        "--prompt-data",
+        "class made with (options), with take, state and restore: gives the prompts in place of --prompt-data",
         "slime",
     )
     rollout_sample_hook_path: list[str] = opt(
@@ -117,14 +112,14 @@ class PluginOptions(Base):
         "slime",
     )
     rollout_sample_filter_path: str | None = opt(
-        None, "(options, groups): sets remove_sample of samples that are to be out of the loss", "slime"
+        None, "(options, groups): sets remove_sample of samples to leave out of the loss", "slime"
     )
     rollout_all_samples_process_path: str | None = opt(
-        None, "(options, groups, data_source): is shown all samples of a rollout, dropped ones included", "slime"
+        None, "(options, groups, data_source): sees all samples of a rollout, dropped ones included", "slime"
     )
     custom_rollout_log_function_path: str | None = opt(
         None,
-        "(rollout_id, options, samples, metrics, seconds): adds metrics; true: instead of the usual ones of rollout/",
+        "(rollout_id, options, samples, metrics, seconds): adds metrics; true: in place of the usual ones of rollout/",
         "slime",
     )
     custom_eval_rollout_log_function_path: str | None = opt(
@@ -134,7 +129,7 @@ class PluginOptions(Base):
         None, "(options, samples) -> raw and processed rewards: in place of the group's normalisation", "slime"
     )
     custom_convert_samples_to_train_data_path: str | None = opt(
-        None, "(options, samples) -> samples, or slime's train data: what the trainer gets of a rollout", "slime"
+        None, "(options, samples) -> samples, or slime's train data, for the trainer", "slime"
     )
     custom_model_provider_path: str | None = opt(
         None,
@@ -144,10 +139,10 @@ class PluginOptions(Base):
     )
     custom_update_weight_post_write_path: str | None = opt(
         None,
-        "(options, version_dir, rollout_engines), once --weight-transfer disk has written the files of an update",
+        "(options, version_dir, rollout_engines), after --weight-transfer disk has written an update",
         "slime",
     )
-    custom_megatron_init_path: str | None = opt(None, "(options), once Megatron's groups are there", "slime")
+    custom_megatron_init_path: str | None = opt(None, "(options), after Megatron has made its groups", "slime")
     custom_megatron_before_log_prob_hook_path: str | None = opt(
         None, "(options, model, store_prefix), before each pass for log-probs", "slime"
     )
@@ -156,14 +151,14 @@ class PluginOptions(Base):
     )
     rollout_data_postprocess_path: str | None = opt(
         None,
-        "(options, rollout_id, rollout_data), once log-probs are known: may take tokens out of the loss masks",
+        "(options, rollout_id, rollout_data), after log-probs are known: may remove tokens from the loss masks",
         "slime",
     )
     custom_config_path: str | None = opt(
         None,
-        "a YAML file of your own settings: custom functions read them as options.NAME, as those of [custom]",
+        "YAML file of your own settings: custom functions read them as options.NAME, like those of [custom]",
         "slime",
     )
     custom: dict[str, Any] = opt(
-        {}, "your own settings, in a recipe the table [custom]: custom functions read them as options.NAME"
+        {}, "your own settings, the table [custom] of a recipe: custom functions read them as options.NAME"
     )

@@ -12,12 +12,12 @@ class SandboxOptions(Base):
 
     sandbox_on: Literal["rollout", "engines", "nodes"] = opt(
         "rollout",
-        "on the rollout process's machine; on a share of the cores of every engine's; or on nodes of their own, a "
+        "machine of the rollout process; a share of the cores of every engine's machine; or separate nodes, a "
         "component of the job",
     )
-    sandbox_num_nodes: int | None = opt(None, "nodes of their own, with --sandbox-on nodes; default: 1", ge=1)
+    sandbox_num_nodes: int | None = opt(None, "separate nodes, with --sandbox-on nodes; default: 1", ge=1)
     sandbox_kind: Literal["auto", "unshare", "bwrap", "apptainer"] | None = opt(
         None,
-        "who makes their namespaces; auto: the first of the others that can; default: what HPCRL_SANDBOX_KIND says "
-        "where they are, or auto",
+        "program that makes their namespaces; auto: the first that works; default: HPCRL_SANDBOX_KIND on their "
+        "machine, or auto",
     )

@@ -96,7 +96,7 @@ def missed_file(call: Sequence[str]) -> str:
 
 def _model_note(call: Sequence[str], known: bool) -> str:
     file, hidden = call[1], _hidden(call)
-    found = "no such file" if hidden is None else "it is there, but the script may not see it"
+    found = "no such file" if hidden is None else "hidden from the script"
     if not known and hidden is not None and hidden.parent.name != "models":
         return f"source {file}: not read, as {NEEDLESS['environment']}; write NAME=VALUE after the script"
     if not known:

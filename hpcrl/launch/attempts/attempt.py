@@ -213,7 +213,7 @@ def _watch(
             patience = stop.seconds or options.stop_timeout
             stop_by = now + patience
         if stop.requests > 1:
-            raise Interrupted("ended at once on a second signal: the last saved checkpoint is good")
+            raise Interrupted("ended without saving on a second signal: the last checkpoint is kept")
         if now > stop_by and not over:
             raise DeadlineError(
                 f"the run did not save and end within {patience:.0f} s",

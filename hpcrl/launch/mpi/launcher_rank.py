@@ -226,7 +226,7 @@ class MpiHosts:
         if unseen:
             names = ", ".join(asked[rank] for rank in sorted(unseen))
             raise UsageError(
-                f"host {names} does not see the run directory: {file} is not there",
+                f"host {names} does not see the run directory: no {file}",
                 "put --run-dir on a file system that all hosts share",
             )
 

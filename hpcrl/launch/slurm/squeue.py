@@ -43,7 +43,7 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 ENDINGS = {
     "CANCELLED": ("cancelled", "cancelled"),
     "TIMEOUT": ("failed", "ended by Slurm at its time limit; raise it, or let it be requeued"),
-    "OUT_OF_MEMORY": ("failed", "ended by Slurm for want of memory; ask for more memory per node"),
+    "OUT_OF_MEMORY": ("failed", "out of memory, ended by Slurm; request more memory per node"),
     "NODE_FAIL": ("failed", "one of its nodes failed"),
     "BOOT_FAIL": ("failed", "one of its nodes did not boot"),
     "DEADLINE": ("failed", "ended by Slurm at its deadline"),
@@ -72,7 +72,7 @@ REASONS = {
     "PartitionInactive": "its partition takes no jobs now",
     "ReqNodeNotAvail": "nodes that it needs are not available now",
     "MaxRequeue": "requeued too often",
-    "JobArrayTaskLimit": "waits for other tasks of its array, of which only so many may run at once",
+    "JobArrayTaskLimit": "waits for other tasks of its array, which limits how many run together",
 }
 ORDER = ("Resources", "Priority", "None")  #: of components that wait for different things, these tell the least
 #: reasons that do not pass by waiting

@@ -165,15 +165,13 @@ def parser() -> Parser:
     found.add_argument(
         "--block-size", type=int, nargs=2, default=(128, 128), metavar="N", help="rows and columns of a block"
     )
-    found.add_argument(
-        "--max-workers", type=int, default=1, help="files that are converted at once; each takes the memory of one"
-    )
+    found.add_argument("--max-workers", type=int, default=1, help="files to convert at a time; each is held in memory")
     found.add_argument(
         "--scale-fmt",
         choices=("ue8m0", "fp32"),
-        help="scales of blocks: rounded up to powers of two (default), to which vLLM brings others on GPUs, or not",
+        help="scales of blocks: powers of two (default), as vLLM multiplies on GPUs, or fp32",
     )
-    found.add_argument("--force", action="store_true", help="replace a --save-dir that is there already")
+    found.add_argument("--force", action="store_true", help="replace an existing --save-dir")
     return found
 
 

@@ -307,9 +307,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--chunk-size", type=int, default=FILE, help="bytes of one file (default 5 GiB)")
     parser.add_argument(
-        "--save-max-workers", type=int, help="files written at once, each with its tensors in memory (default 1)"
+        "--save-max-workers", type=int, help="files to write at a time, each with its tensors in memory (default 1)"
     )
-    parser.add_argument("--load-max-workers", type=int, help="those of them that read at once (default all)")
+    parser.add_argument("--load-max-workers", type=int, help="files to read for at a time (default all)")
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
     args = parser.parse_args(argv)
     if args.run is not None:

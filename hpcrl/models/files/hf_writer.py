@@ -120,7 +120,7 @@ def directory(output: Path, force: bool) -> Iterator[Path]:
         UsageError: if `output` is there and force is not given, or cannot be made.
     """
     if output.exists() and not force:
-        raise UsageError(f"{output} is there already", "give --force to replace it")
+        raise UsageError(f"{output} exists already", "give --force to replace it")
     staging = output.with_name(f".partial-{output.name}")
     try:
         shutil.rmtree(staging, ignore_errors=True)  # of a conversion that was killed

@@ -86,7 +86,7 @@ def open_file(
         DataError: if the file is missing or damaged.
     """
     if not path.is_file():
-        raise DataError(f"{path} is not there", "is the directory complete? it needs safetensors weights")
+        raise DataError(f"{path} does not exist", "is the directory complete? it needs safetensors weights")
     try:
         return safe_open(path, framework=framework, backend=backend)
     except (SafetensorError, OSError) as error:

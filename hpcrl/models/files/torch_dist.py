@@ -59,7 +59,7 @@ class TorchDist:
         self.path = Path(path)
         if not (self.path / ".metadata").is_file():
             raise DataError(
-                f"{self.path} holds no torch_dist checkpoint: .metadata is not there", "name an iter_* directory"
+                f"{self.path} holds no torch_dist checkpoint: it has no .metadata", "name an iter_* directory"
             )
         try:
             metadata = plain.loads(read_given_bytes(self.path / ".metadata", MOST_METADATA))
@@ -94,7 +94,7 @@ class TorchDist:
         for name, size in sorted(needed.items()):
             file = self.path / name
             if not file.is_file():
-                raise DataError(f"{file} is not there", "the checkpoint is not complete")
+                raise DataError(f"{file} is missing", "the checkpoint is not complete")
             if file.stat().st_size < size:
                 raise DataError(
                     f"{file} is truncated: {file.stat().st_size} bytes, {size} are needed",
@@ -280,7 +280,8 @@ def latest(directory: Path) -> Path | None:
     path = directory / text[:LONGEST] if number is None else step(directory, number)
     if Path(text).name != text or len(os.fsencode(text)) > LONGEST or not path.is_dir():
         raise HpcrlError(
-            f"{tracker} names {text[:LONGEST]!r}, which is not there", "write the number of an iter_* directory into it"
+            f"{tracker} names {text[:LONGEST]!r}, which does not exist",
+            "write the number of an iter_* directory into it",
         )
     return path
 

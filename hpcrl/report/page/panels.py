@@ -39,11 +39,11 @@ MORE = (
     ),
     Panel("responses cut off", {"": "rollout/truncated_ratio"}, "share"),
     Panel(
-        "sandboxes, in the mean over a rollout",
+        "sandboxes, mean over a rollout",
         {"in use": "sandbox/used", "warm": "sandbox/warm", "being made": "sandbox/making"},
         "zero",
     ),
-    Panel("seconds until a sandbox is there", {"": "sandbox/wait_time"}, "zero"),
+    Panel("seconds until a sandbox is ready", {"": "sandbox/wait_time"}, "zero"),
     Panel("failures in sandboxes", {"*": "sandbox/failures/*"}, "zero"),
     Panel("drafted tokens that were accepted", {"": "rollout/spec_accept_rate"}, "share"),
 )

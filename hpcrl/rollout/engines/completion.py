@@ -157,7 +157,7 @@ def read_completion(engine: PooledEngine, call: SampleCall, data: bytes, vocab_s
         answer = read_answer(data)
         tokens, logprobs = answer.arrays()
     except ValueError as error:
-        raise garbage(engine, f"what is not a completion: {type(error).__name__}: {error}") from error
+        raise garbage(engine, f"no completion: {type(error).__name__}: {error}") from error
     completion = check(engine, call, vocab_size, answer.reason, tokens, logprobs, answer.spans)
     if (routing := call.sampling.routing) is None or not len(tokens):
         return completion
@@ -183,7 +183,7 @@ def check(
     """
     status, count = ENDS.get(reason), len(tokens)
     if status is None:
-        raise garbage(engine, f"what is not a completion: it ended for the reason {reason!r}")
+        raise garbage(engine, f"no completion: it ended for the reason {reason!r}")
     if not count and status != ABORTED:
         raise garbage(engine, "a completion without tokens")
     if count > call.max_tokens:

@@ -166,7 +166,7 @@ class CustomEvaluator:
         found: dict[tuple[int, int], list[Sample]] = {}
         for sample in row:
             if not 0 <= sample.group_index - first < len(held.file):
-                raise HpcrlError(f"{self._shown} returned what is not a sample of the set {name}: {sample!r}")
+                raise HpcrlError(f"{self._shown} returned no sample of the set {name}: {sample!r}")
             if not is_finished(sample):
                 raise HpcrlError(f"{self._shown} returned {sample!r} ({name}): it must be finished and graded")
             found.setdefault((sample.group_index - first, sample.response_index), []).append(sample)

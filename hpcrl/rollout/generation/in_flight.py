@@ -192,7 +192,7 @@ class InFlightGroups:
             self._add_samples(progress, asked.index, samples)
             return
         raise HpcrlError(
-            f"response {asked.index} of group {progress.number} ended early {ENDS} times, and no abort was requested"
+            f"response {asked.index} of group {progress.number} ended early {ENDS} timeswithout a request to abort"
         )
 
     def _add_samples(self, progress: GroupProgress, index: int, samples: list[Sample]) -> None:

@@ -199,7 +199,7 @@ def count_rollouts(options: Options, prompts: int, shown: str = "--prompt-data")
     if options.num_rollout is not None:
         return options.num_rollout
     if options.num_epoch is None:
-        raise UsageError("neither --num-rollout nor --num-epoch is given", "one of them says how long the run is")
+        raise UsageError("neither --num-rollout nor --num-epoch is given", "give one of them")
     each = prompts // options.rollout_batch_size
     if each == 0:
         raise DataError(

@@ -154,7 +154,7 @@ class Teacher:
         try:
             given = msgspec.convert(answer, _Answer).choices[0].prompt_logprobs or []
         except (msgspec.ValidationError, IndexError) as error:
-            raise PeerError(f"{self} answered what is not a completion: {error}") from error
+            raise PeerError(f"{self} answered no completion: {error}") from error
         if len(given) != len(tokens):
             raise PeerError(f"{self} gave log-probs of {len(given)} tokens for a prompt of {len(tokens)}")
         first = len(tokens) - sample.response_length

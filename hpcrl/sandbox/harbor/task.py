@@ -118,7 +118,7 @@ def read_task(folder: Path, images: dict[str, str]) -> HarborTask:
     config = read_config(folder / CONFIG)
     instruction = _text(folder / "instruction.md")
     if not instruction.strip():
-        raise DataError(f"{folder / 'instruction.md'} is empty", "write what is to be done")
+        raise DataError(f"{folder / 'instruction.md'} is empty", "write the task into it")
     if not (folder / "tests" / "test.sh").is_file():
         raise DataError(f"{folder / 'tests' / 'test.sh'} is not here", "it makes the task's verdict")
     image, workdir, files = _environment(folder, config, images)

@@ -181,7 +181,7 @@ class _Node:
 
     async def _connect(self) -> None:
         while True:
-            why, session = "its node is not there", None
+            why, session = "its node is gone", None
             try:
                 if peer := await asyncio.to_thread(newest, self._rundir, SandboxPeer, self.index):
                     session = aiohttp.ClientSession(

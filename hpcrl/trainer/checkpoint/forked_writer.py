@@ -140,7 +140,7 @@ class CheckpointWriter:
                 "it was ended; if that comes again, leave out --async-save",
             )
         if not heard and self.process.exitcode == 0:
-            raise HpcrlError(f"what the process that wrote it has answered cannot be read: {self._garbled}")
+            raise HpcrlError(f"the answer of its writer cannot be read: {self._garbled}")
         if not heard:
             raise HpcrlError(f"the process that wrote it {how_it_ended(self.process.exitcode or 0)}")
         self.results.put(self.answer)

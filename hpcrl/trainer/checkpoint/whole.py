@@ -194,7 +194,7 @@ def check_files(path: Path, record: CheckpointRecord) -> None:
             raise DataError(f"{path / RECORD} is damaged: it names {name!r}")
         file = path / name
         if not file.is_file():
-            raise DataError(f"{file} is not there", "the checkpoint is not complete")
+            raise DataError(f"{file} is missing", "the checkpoint is not complete")
         if (found := file.stat().st_size) != size:
             raise DataError(f"{file} is damaged: {found} bytes, {size} were written")
         if checksum is not None and _sum(file) != checksum:
@@ -269,7 +269,7 @@ def named(directory: Path, run_id: str) -> tuple[Path | None, str]:
         return path, ""
     if chosen is not None:
         return step(directory, chosen), ""
-    return (found[0], f"{directory / TRACKER} is not there") if (found := own()) else (None, "")
+    return (found[0], f"{directory / TRACKER} is missing") if (found := own()) else (None, "")
 
 
 def chosen_by_user(directory: Path) -> int | None:

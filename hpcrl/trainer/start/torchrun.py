@@ -85,8 +85,7 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
         host = context.plan.trainer_hosts[context.index]
         name = signal_name(error.sigval)
         raise ToldToEnd(
-            f"host {host} was told to end by {name} (cancelled, preempted, out of time, or another host of the job "
-            "lost)"
+            f"host {host} was ended by {name} (cancelled, preempted, out of time, or another host of the job lost)"
         ) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

@@ -33,7 +33,7 @@ def test_second_signal_interrupts(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     rundir.make_attempt()
     publish(rundir, TrainerPeer(start=0, total=5))
-    with pytest.raises(Interrupted, match="ended at once") as caught:
+    with pytest.raises(Interrupted, match="ended without saving") as caught:
         attempt._watch([], [], Options(), rundir, StopRequest(requests=2), lambda: None)
     assert caught.value.exit_code == 130
 

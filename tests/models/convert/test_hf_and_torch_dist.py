@@ -346,7 +346,7 @@ def test_bad_input_to_hf(tmp_path: Path, models: dict[str, Path]) -> None:
     with pytest.raises(DataError, match=rf"{shard.name} is truncated: {len(data) - 10} bytes, {len(data)} are needed"):
         to_hf(tmp_path / "td", tmp_path / "out", models["qwen3"])
     shard.unlink()
-    with pytest.raises(DataError, match=rf"{shard.name} is not there"):
+    with pytest.raises(DataError, match=rf"{shard.name} is missing"):
         to_hf(tmp_path / "td", tmp_path / "out", models["qwen3"])
     with pytest.raises(DataError, match="--input-dir .*/nowhere is not a directory"):
         to_hf(tmp_path / "nowhere", tmp_path / "out", models["qwen3"])
@@ -415,7 +415,7 @@ def test_files_are_filled_in_order(tmp_path: Path) -> None:
     with directory(tmp_path / "out", False) as beside:
         save_shards(beside, plan, lambda file: ((t.name, values[t.name]) for t in file))
     assert same_tensors(read(tmp_path / "out"), values)
-    with pytest.raises(UsageError, match="is there already"), directory(tmp_path / "out", False):
+    with pytest.raises(UsageError, match="exists already"), directory(tmp_path / "out", False):
         pass
     with pytest.raises(KeyError), directory(tmp_path / "out", True) as beside:
         save_shards(beside, plan, lambda file: ((t.name, {}[t.name]) for t in file))

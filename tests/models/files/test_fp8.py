@@ -353,7 +353,7 @@ def test_workers_make_no_difference(
         assert path.read_bytes() == (other / path.name).read_bytes(), path.name
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in load(out).values())
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         convert(models["qwen3"], out, SCHEMES["block"])
     convert(models["qwen3"], out, SCHEMES["block"], force=True)
     assert load(out).keys() == load(converted["qwen3", "block"]).keys()
@@ -455,7 +455,7 @@ def truncate(source: Path) -> str:
 def drop_file(source: Path) -> str:
     file = sorted(source.glob("*.safetensors"))[1]
     file.unlink()
-    return f"{file.name} is not there"
+    return f"{file.name} does not exist"
 
 
 def lie_in_index(source: Path) -> str:

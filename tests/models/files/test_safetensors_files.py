@@ -114,7 +114,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes) -> None:
         (b"[" * 100_000, "is not an index"),
         (b'{"weight_map": {"a": "../a.safetensors"}}', "names a file outside"),
         (b'{"weight_map": {"a": "/a.safetensors"}}', "names a file outside"),
-        (b'{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors is not there"),
+        (b'{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors does not exist"),
         (b'{"weight_map": {"a": "1.safetensors", "b": "1.safetensors"}}', "names b, which 1.safetensors does not hold"),
     ],
 )

@@ -210,7 +210,7 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ("twice", "returned response 0 of group 2 (a) twice"),
         ("pending", "status=pending, response_length=2) (a): it must"),
         ("nan", "the reward to nan"),
-        ("strange", "returned what is not"),
+        ("strange", "returned no sample"),
         ("unknown", "returned samples of c"),
         ("number", "metric 'accuracy', returned 'high'"),
         ("none", "returned no number"),

@@ -144,7 +144,7 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
             "did you mean math?",
         ),
         ("eval: {datasets: [{name: a, path: a.jsonl, rm_type: f1, custom_rm_path: a.b}]}", "exclude each other"),
-        ("eval: {datasets: [{name: a, path: 'a.jsonl=2'}]}", "weight, which means nothing"),
+        ("eval: {datasets: [{name: a, path: 'a.jsonl=2'}]}", "has a weight, but"),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, metadata_overrides: {rm_type: f1}}]}",
             "next to the set's",

@@ -171,7 +171,7 @@ def broken(body: dict[str, Any], value: Any) -> dict[str, Any]:
     [
         (lambda number, body: 400, "in 1 attempts; the last: HTTP 400: "),
         (lambda number, body: 500, "in 10 attempts; the last: HTTP 500: "),
-        (lambda number, body: {"choices": []}, "not a completion"),
+        (lambda number, body: {"choices": []}, "no completion"),
         (lambda number, body: {"choices": [{"text": "x"}]}, "log-probs of 0 tokens for a prompt"),
         (
             lambda number, body: broken(body, lambda token: {"3": {"logprob": -1.0}}),

@@ -190,7 +190,7 @@ def test_files_are_as_written(tmp_path: Path, change: str) -> None:
     if change == "escapes":
         record.files["../../x"] = (1, None)
         victim = path / "hpcrl.json"
-    with pytest.raises(DataError, match=f"{victim} is (not there|damaged)"):
+    with pytest.raises(DataError, match=f"{victim} is (missing|damaged)"):
         check_files(path, record)
 
 
