@@ -29,7 +29,7 @@ SCRIPT = "hpcrl import ends the script, with all that it has started, when its t
 #: (file, call) -> what ends it
 ENDED = {
     ("models/convert/to_fp8.py", "job.result()"): HERE,
-    ("models/convert/to_hf.py", "done.result()"): HERE,
+    ("models/files/hf_writer.py", "done.result()"): HERE,
     ("weights/vllm_transfer.py", "joined.result()"): "a callback of what is done",
     (
         "config/slime/launcher.py",

@@ -78,7 +78,7 @@ def workspace_bytes(options: Options, family: Family, config: Config) -> dict[st
     """What the experts of one layer need on a GPU where data-parallel parts have them in common, by kernel: none
     otherwise, where it's a part of `WORKING`.
 
-    Every kernel has room for all experts of every row, wherever these are (docs/memory.md): its input in the order of
+    Every kernel has room for all experts of every row, wherever these are (docs/sizing.md): its input in the order of
     experts, the gate's and the activation's results, and its output, next to the rows that were gathered.
     """
     fields = family.transformer(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hpcrl.errors import HpcrlError
 from hpcrl.models.files.fp8 import Scheme, Stream
@@ -18,9 +18,6 @@ from hpcrl.weights.pieces.wire import round_bytes, span
 from hpcrl.weights.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
 from hpcrl.weights.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights.update_backend import Sharing, destination_host
-
-if TYPE_CHECKING:
-    from hpcrl.weights.vllm_transfer import ShareCommand
 
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]
 
@@ -54,7 +51,7 @@ class Source(Protocol):
     def gathered(self) -> Stream:
         """Every whole tensor, valid on rank 0."""
 
-    def share(self, command: ShareCommand, checked: Callable[[Stream], Stream], client: Any) -> None:
+    def share(self, command: Any, checked: Callable[[Stream], Stream], client: Any) -> None:
         """Every rank packs all tensors into memory of its GPU, which engines open (`VllmIpcUpdate`)."""
 
     def finish_update(self) -> None:
