@@ -143,7 +143,8 @@ class WeightExporter:
 
     def share(self, command: ShareCommand) -> None:
         stream = ((name, tensor.to(getattr(torch, command.dtypes[name]))) for name, tensor in self.everywhere())
-        share(stream, command, self.rank, self.patient)
+        with contextlib.suppress(RankZeroFailed):  # which says it, and what happens next
+            share(stream, command, self.rank, self.patient)
 
     def leave(self) -> None:
         """Give up memory and group."""
@@ -266,6 +267,10 @@ class WeightStream:
         return sum(struct.unpack("<q", one[:8])[0] for one in found)
 
 
+class RankZeroFailed(PeerError):
+    """The engines have failed, as rank 0 has said."""
+
+
 def share(stream: Pairs, command: ShareCommand, rank: int, patient: dist.ProcessGroup, client: Any = None) -> None:
     """What each rank does in an update over CUDA IPC; collective.
 
@@ -275,7 +280,7 @@ def share(stream: Pairs, command: ShareCommand, rank: int, patient: dist.Process
         client: of rank 0.
 
     Raises:
-        PeerError: on every rank, if the engines fail.
+        PeerError: if the engines fail; RankZeroFailed on the other ranks.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerWeightTransferEngine
 
@@ -297,7 +302,7 @@ def share(stream: Pairs, command: ShareCommand, rank: int, patient: dist.Process
         def _post_send_sync(self) -> None:
             said = broadcast_json(self.failed and str(self.failed), group=patient)
             if self.failed or said:
-                raise self.failed or PeerError(f"trainer rank 0: {said}")
+                raise self.failed or RankZeroFailed(f"trainer rank 0: {said}")
             torch.cuda.ipc_collect()
 
     Trainer(

@@ -64,6 +64,10 @@ def rank_side(
     if ranks.rank == 0 and not ipc:
         before = asked[: asked.index("/init_weight_transfer_engine")]
         assert before[-1] == "/pause?mode=keep", "nothing is sampled while NCCL starts"
+    if spoil and ipc:
+        found += refused(sender, exporter, ranks.rank == 0, spoil)
+        sender.publish(exporter.stream(), UPDATES)
+        return found
     if spoil and ranks.rank == 0:
         assert isinstance(sender.update, vllm_transfer.VllmUpdate) and sender.update.tensors is not None
         sender.update.tensors.shapes.pop(spoil)
@@ -75,6 +79,24 @@ def rank_side(
     found.append({name: tensor.clone() for name, tensor in export(policy) if ranks.rank == 0})
     sender.close()
     return found
+
+
+def refused(sender: WeightSender, exporter: WeightExporter, driver: bool, name: str) -> list[str]:
+    """An update that the engine refuses when it comes to a tensor: what rank 0 says; the other ranks go on."""
+    fleet = sender.fleet
+    said = []
+    if driver:
+        assert fleet is not None
+        fleet.call("spoiling", "forget", name)
+    try:
+        sender.publish(exporter.stream(), 1 + UPDATES)
+    except HpcrlError as error:
+        said = [str(error)]
+    if driver:
+        assert fleet is not None
+        fleet.call("mending", "remember")
+        sender.connect(fleet.engines)
+    return said
 
 
 def updated(engines: Engines, wide: Path, world: int, packed: bool = True, spoil: str = "", **layout: Any) -> Any:
@@ -149,6 +171,18 @@ def test_every_rank_packs_all_tensors(name: str, layout: dict[str, Any], nursery
     answers = [generate(side.address(), PROMPT, 24, seed=7) for side in (engines, fresh)]
     assert answers[0]["token_ids"] == answers[1]["token_ids"] and answers[0]["logprobs"] == answers[1]["logprobs"]
     assert engines.stop() == [0] == fresh.stop()
+
+
+def test_ranks_go_on_where_an_engine_refuses(nursery: Nursery, tmp_path: Path) -> None:
+    """On shared GPUs, in the middle of the buffers: rank 0 alone raises, and the next update is whole."""
+    model = make_family(tmp_path / "model", "qwen3")
+    engines = nursery.engines(tmp_path / IPC, model, weight_transfer="vllm", update_weight_buffer_size=SMALL)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    *_, error = updated(engines, model, 2, spoil=name, **TP2)
+    assert name in error
+    answer = generate(engines.address(), PROMPT, 8, seed=7)
+    assert {span["version"] for span in answer["weight_versions"]} == {str(UPDATES)}
+    assert engines.stop() == [0]
 
 
 @pytest.mark.soak
