@@ -201,6 +201,7 @@ def _cuda_home(base: Mapping[str, str]) -> str:
     """The user's, or the first of nvcc on PATH, the usual place and what pip has installed."""
     on_path = shutil.which("nvcc", path=base["PATH"])
     places = [str(Path(on_path).resolve().parents[1])] if on_path else []
+    places = [place for place in places if Path(place, "include/cuda.h").exists()]  # else it is a script's place
     places += [CUDA, *filter(os.path.isdir, (f"{part}/nvidia/cu13" for part in sys.path))]
     places = [base["CUDA_HOME"]] if base.get("CUDA_HOME") else places
     for place in places:

@@ -117,7 +117,6 @@ class _Update:
 class VllmUpdate(_Update):
     """Over NCCL, for engines with GPUs of their own."""
 
-    tensors: _Tensors | None = None
     trainer: Any = None  #: vLLM's NCCLTrainerWeightTransferEngine
 
     def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
@@ -127,10 +126,8 @@ class VllmUpdate(_Update):
             HpcrlError: for tensors that only one side has.
         """
         if self.trainer is None:
-            self.tensors = self._described(ranks)
-            self._connect(self.tensors)
-        assert self.tensors is not None
-        self.tensors.stream = checked(quantized(ranks.gathered(), self.scheme))
+            self._connect(self._described(ranks))
+        self.trainer.source.stream = checked(quantized(ranks.gathered(), self.scheme))
 
     def _connect(self, tensors: _Tensors) -> None:
         """Have rank 0 and all workers join a communicator.

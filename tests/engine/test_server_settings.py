@@ -340,6 +340,8 @@ def toolkit(root: Path, version: str) -> str:
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
     (root / "bin" / "nvcc").chmod(0o755)
+    (root / "include").mkdir()
+    (root / "include" / "cuda.h").touch()
     return str(root)
 
 
@@ -366,6 +368,10 @@ def test_nvcc_of_engines_with_fp8_blocks(model: str, tmp_path: Path, monkeypatch
     new = toolkit(tmp_path / "newer", "12.9")
     assert home(PATH=f"{new}/bin") == new
     assert home(CUDA_HOME=new) == new
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "bin").symlink_to(f"{new}/bin")
+    (Path(new) / "include" / "cuda.h").rename(tmp_path / "cuda.h")
+    assert home(PATH=f"{tmp_path}/local/bin") == pip, "a script's place is no toolkit"
     with pytest.raises(UsageError, match=f"none is in {old}; "):
         home(CUDA_HOME=old)
 

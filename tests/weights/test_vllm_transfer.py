@@ -69,8 +69,8 @@ def rank_side(
         sender.publish(exporter.stream(), UPDATES)
         return found
     if spoil and ranks.rank == 0:
-        assert isinstance(sender.update, vllm_transfer.VllmUpdate) and sender.update.tensors is not None
-        sender.update.tensors.shapes.pop(spoil)
+        assert isinstance(sender.update, vllm_transfer.VllmUpdate)
+        sender.update.trainer.source.shapes.pop(spoil)
     if spoil:
         try:
             sender.publish(exporter.stream(), 1 + UPDATES)
