@@ -70,7 +70,7 @@ class EngineSupervisor:
         self._check_added()
         if warning := scale_warning(read_config(context.options.hf_checkpoint), self.found):
             say(warning)
-        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: f"{context.index}.{context.incarnation}"}
+        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: self._key_name()}
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
         self.scratch = self.made.path
@@ -81,6 +81,10 @@ class EngineSupervisor:
         self.child: subprocess.Popen[bytes] | None = None
         self.code: KeptCode | None = None
         self.died = False
+
+    def _key_name(self) -> str:
+        """The name under which the engine's key is derived."""
+        return f"{self.context.index}.{self.context.incarnation}"
 
     def _check_added(self) -> None:
         """Raise UsageError if weights come to the run's other engines in a way that does not reach this host."""

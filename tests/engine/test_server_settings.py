@@ -57,7 +57,7 @@ def plan(o: Options, *hosts: Host) -> Plan:
 def test_small_gpu_leaves_room_for_update(tmp_path: Path) -> None:
     """The share of a small GPU leaves room for a weight update."""
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", odd=False)))
-    rounds = {"update_weight_buffer_size": 512 << 20}
+    rounds = {"update_weight_buffer_size": 512 << 20, "weight_transfer": "nccl"}
     mine = share_flags(options(str(tmp_path), **rounds), 4 << 30)["gpu_memory_utilization"]
     assert mine == 0.87, "7/8 but for a small layer"
     assert share_flags(options(str(tmp_path), **rounds), 80 << 30) == {}
@@ -70,8 +70,8 @@ def test_small_gpu_leaves_room_for_update(tmp_path: Path) -> None:
     [
         ("auto", True, 1, "hpcrl_shm"),
         ("auto", True, 2, "hpcrl_gloo"),
-        ("auto", False, 1, "hpcrl_nccl"),
-        ("auto", False, 2, "hpcrl_nccl"),
+        ("auto", False, 1, "hpcrl_vllm"),
+        ("auto", False, 2, "hpcrl_vllm"),
         ("shm", True, 1, "hpcrl_shm"),
         ("gloo", True, 1, "hpcrl_gloo"),
         ("gloo", False, 2, "hpcrl_gloo"),
@@ -105,7 +105,7 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     wide = options(model, rollout_num_gpus_per_engine=2)
     cuda = flags(wide, plan(wide), 0, 1, CUDA)
     assert cuda["dtype"] == "bfloat16" and cuda["tensor_parallel_size"] == 2
-    assert cuda["weight_transfer_config"] == {"backend": "hpcrl_nccl"}
+    assert cuda["weight_transfer_config"] == {"backend": "hpcrl_vllm"}
     assert not {"enforce_eager", "kv_cache_memory_bytes", "max_model_len", "distributed_executor_backend"} & set(cuda)
 
 
@@ -419,7 +419,7 @@ def test_fields_become_the_servers_own_flags() -> None:
         "disable_log_stats": True,
         "served_model_name": ["a", "b"],
         "allowed_origins": ["x"],
-        "weight_transfer_config": {"backend": "hpcrl_nccl"},
+        "weight_transfer_config": {"backend": "hpcrl_vllm"},
         "middleware": "m.C",
     }
     args = vars(parser().parse_args(command_line(parser(), values)))
@@ -429,7 +429,7 @@ def test_fields_become_the_servers_own_flags() -> None:
         "disable_log_stats": True,
         "served_model_name": ["a", "b"],
         "allowed_origins": ["x"],
-        "weight_transfer_config": {"backend": "hpcrl_nccl"},
+        "weight_transfer_config": {"backend": "hpcrl_vllm"},
         "middleware": ["m.C"],
     }
     assert vars(parser().parse_args(command_line(parser(), {"middleware": ["m.C", "m.D"]})))["middleware"] == [
