@@ -105,9 +105,9 @@ def command(argv: list[str]) -> int:
         print(f"hpcrl {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        near = [pair.partition(":")[2] for pair in SYNONYMS.split() if pair.startswith(f"{argv[0]}:")]
-        near = near or difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        known = {name: name for name in COMMANDS} | dict(pair.split(":") for pair in SYNONYMS.split())
+        near = difflib.get_close_matches(argv[0], known, n=1)
+        hint = f"did you mean hpcrl {known[near[0]]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
     module, _, name = COMMANDS[argv[0]].partition(":")
     function = getattr(importlib.import_module(module), name)

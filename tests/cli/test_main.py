@@ -244,6 +244,7 @@ def test_refused_before_anything_is_made(
         (["train"], 2, "mean hpcrl run?"),
         (["compare"], 2, "mean hpcrl report?"),
         (["ls"], 2, "mean hpcrl status?"),
+        (["trian"], 2, "mean hpcrl run?"),
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "a.toml", "--apply-chat-template", "false"], 2, "takes no value: --x"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
