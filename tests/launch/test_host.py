@@ -159,7 +159,7 @@ def test_summary_is_read_once_listed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_role_that_ended_with_its_host(rundir: RunDir, status: int, told: int) -> None:
     """Slurm's signal goes to all processes of a step, and what a role makes of it is its own matter."""
     ended = SimpleNamespace(name="rollout", index=0, status=status, serves=False, exit_report=lambda: "rollout-0 ended")
-    with pytest.raises(PeerError, match="host node2 was told to end" if told else "rollout-0 ended"):
+    with pytest.raises(PeerError, match="host node2 was ended" if told else "rollout-0 ended"):
         host._check([ended], rundir, host.SignalFlags(told), "node2")  # type: ignore[list-item]
 
 

@@ -322,10 +322,11 @@ def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
 
     def warned(**values: Any) -> str:
         return "\n".join(
-            line for line in memory_lines(guide(name, **values), family, config) if line.startswith("warn")
+            line for line in memory_lines(guide(name, **pieces, **values), family, config) if line.startswith("warn")
         )
 
-    options = guide(name, vllm={"gpu_memory_utilization": 0.7})
+    pieces = {"weight_transfer": "ipc"}
+    options = guide(name, vllm={"gpu_memory_utilization": 0.7}, **pieces)
     trainer = fullest_rank(options, family, config)
     engine = engine_terms(options, family, config, 80 * GIB)
     found = turns(options, trainer, engine)

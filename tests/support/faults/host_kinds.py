@@ -160,7 +160,7 @@ def slurm_kinds() -> list[Kind]:
         Kind("scontrol suspend, and resume", suspended, ends=False),
         Kind("scontrol requeue", told("scontrol", "requeue"), seconds=LONG),
         Kind("scancel", told("scancel")),
-        Kind("scancel --signal=TERM --full", told("scancel", "--signal=TERM", "--full"), says="stopped|told to end"),
+        Kind("scancel --signal=TERM --full", told("scancel", "--signal=TERM", "--full"), says="stopped|was ended"),
     ]
 
 
