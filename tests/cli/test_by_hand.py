@@ -115,5 +115,5 @@ def test_an_engine_that_cannot_start_says_why(place: Path, task: Path, tmp_path:
     for weights in model.glob("*.safetensors"):
         weights.unlink()
     status, _, err = typed(place, "try", "recipe.toml", "--hf-checkpoint", str(model))
-    assert status == 1 and re.search(r"has ended: .*; see \S+log$", err, re.MULTILINE), err
+    assert status == 1 and re.search(r"the engine ended: .*; see \S+log$", err, re.MULTILINE), err
     assert not engines(place)

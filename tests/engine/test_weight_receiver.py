@@ -51,7 +51,10 @@ def test_nothing_happens_before_a_worker_is_made(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     imported, joined, made, rank = json.loads(done.stdout.splitlines()[-1])
     assert imported == joined == [[], False]
-    assert made == [["hpcrl_disk", "hpcrl_gloo", "hpcrl_ipc", "hpcrl_nccl", "hpcrl_shm"], True]
+    assert made == [
+        ["hpcrl_disk", "hpcrl_gloo", "hpcrl_ipc", "hpcrl_nccl", "hpcrl_shm", "hpcrl_vllm", "hpcrl_vllm_ipc"],
+        True,
+    ]
     assert rank == 3
 
 
