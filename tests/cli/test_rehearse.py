@@ -35,13 +35,12 @@ def test_a_recipe_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_what_a_rank_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What only the trainer can refuse is told for the rank that met it, with the flag that it is about."""
+    """What only the trainer can refuse is told for the rank that met it."""
     words = ["--pipeline-model-parallel-size", "2", "--actor-num-gpus-per-node", "4"]
-    assert (
-        main(["rehearse", recipe(tmp_path), "--ranks", "1", *words, "--account-for-embedding-in-pipeline-split"]) == 2
-    )
+    words += ["--pipeline-model-parallel-layout", "Ett|tL"]  # of three layers, and the model has two
+    assert main(["rehearse", recipe(tmp_path), "--ranks", "1", *words]) == 2
     told = capsys.readouterr()
-    assert "rank 1" in told.err and "pipeline" in told.err
+    assert "rank 1" in told.err and "num_layers" in told.err
 
 
 def test_words_that_are_none_of_its(tmp_path: Path) -> None:

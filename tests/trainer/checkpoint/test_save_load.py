@@ -413,7 +413,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(
         answers[0],
         (
             f"{cut} is truncated: 1000 bytes",
-            f"{gone} is not there",
+            f"{gone} is missing",
             f"{bits} is damaged",
             "hpcrl.json cannot be read",
             ".metadata cannot be read",
