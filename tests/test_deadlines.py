@@ -28,8 +28,7 @@ HERE = "a computation of this command, which waits for nobody"
 SCRIPT = "hpcrl import ends the script, with all that it has started, when its time is over"
 #: (file, call) -> what ends it
 ENDED = {
-    ("models/convert/to_fp8.py", "job.result()"): HERE,
-    ("models/files/hf_writer.py", "done.result()"): HERE,
+    ("models/files/hf_writer.py", "job.result()"): HERE,
     ("weights/vllm_transfer.py", "joined.result()"): "a callback of what is done",
     (
         "config/slime/launcher.py",

@@ -291,7 +291,7 @@ class _Loader:
 
 
 class _IpcEngine(IPCWeightTransferEngine):
-    """vLLM's, but for handles: it would unpickle those that come over HTTP."""
+    """vLLM's engine, with handles as JSON: vLLM unpickles handles that come over HTTP."""
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
         handles = msgspec.convert(update_dict["ipc_handles"], dict[str, IpcHandle])

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.report.curves import series
-from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import measure, read_metrics
-from hpcrl.report.not_learning import not_learning
+from hpcrl.report.not_learning import notes_of
 from hpcrl.report.sample_records import held_out_sets, steps_of
 from hpcrl.run.rundir import TRACKER
 
@@ -48,8 +47,7 @@ def closing_line(directory: Path, root: Path) -> str:
 
 def remarks(directory: Path) -> list[str]:
     """What a reader of the numbers of a stage has to know."""
-    rows = list(read_metrics(directory / "metrics.jsonl"))
-    return [*failed_gradings(directory, rows), *not_learning(rows).values()]
+    return notes_of(directory, list(read_metrics(directory / "metrics.jsonl")))
 
 
 def what_next(options: Options, directory: Path, root: Path) -> Iterator[str]:

@@ -1,13 +1,15 @@
 """Runs that do not learn: a line for each reason that the metrics show.
 
-Invariant: pure; a line needs WINDOW steps.
+Invariant: a line needs WINDOW steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import number, step_rows
 
 WINDOW = 10  #: steps that are looked at, the last ones
@@ -45,3 +47,8 @@ def not_learning(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         if len(values) == WINDOW and all(map(bad, values)):
             found[metric] = f"in the last {WINDOW} steps {text.format(sum(values) / WINDOW)}"
     return found
+
+
+def notes_of(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What a reader of a stage's numbers has to know: failed gradings, and signs that nothing is learned."""
+    return [*failed_gradings(stage, rows), *not_learning(rows).values()]

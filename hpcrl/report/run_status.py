@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from hpcrl.errors import HpcrlError
-from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import WINDOW, evaluated, measure, number, seconds_left, step_rows, step_time
-from hpcrl.report.not_learning import not_learning
+from hpcrl.report.not_learning import notes_of
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.run.attempt_log import Fault
@@ -68,7 +67,7 @@ class Status(msgspec.Struct):
     measure: str = "accuracy"  #: what that is: "reward" where rewards are not all 0 or 1
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
     awaits: str = ""  #: what a run that is starting waits for
-    failed_gradings: list[str] = []  #: a line for rollouts and one for evaluations, of those that had any
+    numbers_notes: list[str] = []  #: failed gradings, and signs that nothing is learned
     sandboxes: str = ""  #: by state, how long callers wait, failures by cause
     faults: list[Fault] = []  #: attempts of this stage that have failed
     engines: list[EngineView] = []  #: as long as the run is at work
@@ -129,8 +128,7 @@ def judge_run(
             stage.note_gap()
             stage.note_passed_over()
             status.faults = stage.faults
-            rows = stage.rows(*LONG)
-            status.failed_gradings = [*failed_gradings(stage.root, rows), *not_learning(rows).values()]
+            status.numbers_notes = notes_of(stage.root, stage.rows(*LONG))
             status.sandboxes = sandbox_line(stage.rows(*LONG))
         status.stages = run.planned
         if phase == "starting" and message != RESTARTED and stage and stage.attempt is not None:

@@ -140,7 +140,7 @@ def _work(s: Status) -> list[tuple[str, str]]:
     if s.accuracy:
         means = ", ".join(f"{name} {value:.3f}" for name, value in s.accuracy.items())
         rows.append((s.measure, means if s.total == 0 else f"{means} after {s.accuracy_after} steps"))
-    rows += [("note", text) for text in s.failed_gradings]
+    rows += [("note", text) for text in s.numbers_notes]
     rows += speed_rows(s)
     if s.sandboxes:
         rows.append(("sandboxes", s.sandboxes))
@@ -221,7 +221,7 @@ def line(s: Status) -> str:
             parts.append(f"MFU {100 * s.mfu:.0f} %")
     parts += [f"{name} {s.measure} {value:.3f}" for name, value in s.accuracy.items()]
     if s.phase in OVER:
-        parts += s.failed_gradings
+        parts += s.numbers_notes
     if s.message and (s.phase in OVER or s.phase in ("pending", "lost", "requeued")):
         parts.append(f"({s.message})")
     return strip_control("  ".join(parts))

@@ -119,8 +119,8 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
     Raises:
         UsageError: as of `backend`.
     """
-    name, end = _way(options, plan, cpu), backend(options, plan, cpu)
-    return Route(name, end, end not in TAKES_PIECES)
+    end = backend(options, plan, cpu)
+    return Route("vllm" if end == VLLM_IPC else end.removeprefix("hpcrl_"), end, end not in TAKES_PIECES)
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:

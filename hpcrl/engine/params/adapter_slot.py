@@ -249,4 +249,4 @@ def replace_products(manager: Any) -> None:
             for layer in manager.modules.values():
                 if getattr(layer, "punica_wrapper", None) is given:
                     layer.set_mapping(own)
-    manager._last_mapping = None  # the next pass is told what it is
+    manager._last_mapping = None  # so that the next pass sets the mapping again

@@ -294,7 +294,7 @@ def _check(members: list[HostHandle], rundir: RunDir) -> None:
 #     attempts/N/peers                      addresses and keys: removed when two more have begun
 #     timeline/attempt-N/*.jsonl            then become timeline/attempt-N.jsonl
 #
-# Invariants: the last two attempts stay as they are, but for what their starts alone needed; a directory goes only
+# Invariants: the last two attempts stay, without files that only their start needed; a directory goes only
 # once the file with all of it is whole, on disk and in its place; nothing here ends or delays a run: what could not be
 # done is left to the next start.
 
@@ -337,15 +337,15 @@ def merge_timelines(folder: Path) -> None:
     """
     place = merged_of(folder)
     if not place.exists():
-        beside = place.with_name(f".{place.name}")
-        beside.unlink(missing_ok=True)  # of a launcher that ended meanwhile
-        with open_append(beside) as out:
+        temporary = place.with_name(f".{place.name}")
+        temporary.unlink(missing_ok=True)  # of a launcher that ended meanwhile
+        with open_append(temporary) as out:
             for path in _in_order(folder):
                 data = read_regular(path)
                 out.write(data[: data.rfind(b"\n") + 1])  # without a line that a crash has torn
             out.flush()
             os.fsync(out.fileno())
-        beside.replace(place)
+        temporary.replace(place)
     shutil.rmtree(folder)
 
 

@@ -16,9 +16,9 @@ under its name only when it is whole; the same input gives the same bytes, whate
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.files.config_json import CONFIG, read_config, read_object, write_config
 from hpcrl.models.files.fp8 import Scheme, Stream, quantized
-from hpcrl.models.files.hf_writer import copy_assets, directory, save_shard, write_index
+from hpcrl.models.files.hf_writer import copy_assets, directory, save_files, write_index
 from hpcrl.models.files.safetensors_files import DTYPES, SINGLE, Entry, listing, open_file
 from hpcrl.report.progress import track
 from hpcrl.utils.arguments import Parser
@@ -60,20 +60,18 @@ def convert(
     files: dict[str, set[str]] = {}
     for name, entry in held.items():
         files.setdefault(entry.file, set()).add(name)
-    with directory(output, force) as staging, ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        one = lambda name: (name, save_shard(staging / name, quantized(_tensors(source / name, files[name]), scheme)))  # noqa: E731
-        jobs = [pool.submit(one, name) for name in sorted(files)]
+
+    def read(name: str) -> Stream:
+        return quantized(_tensors(source / name, files[name]), scheme)
+
+    with directory(output, force) as staging:
         where: dict[str, str] = {}
         size = 0
-        try:
-            with closing(progress(as_completed(jobs), len(jobs))) as ready:  # a bar ends before an error is told
-                for job in ready:
-                    name, sizes = job.result()
-                    where |= dict.fromkeys(sizes, name)
-                    size += sum(sizes.values())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        written = save_files(staging, {name: partial(read, name) for name in sorted(files)}, workers)
+        with closing(progress(written, len(files))) as ready:  # a bar ends before an error is told
+            for name, sizes in ready:
+                where |= dict.fromkeys(sizes, name)
+                size += sum(sizes.values())
         copy_assets(source, staging)
         if set(files) != {SINGLE}:
             write_index(staging, where, size)

@@ -76,7 +76,7 @@ def convert(
 
     Args:
         add_missing: tensors of the origin that the checkpoint has none for are copied.
-        save_workers: files that are written at once, each by a thread that holds its tensors.
+        save_workers: threads that write; each holds the tensors of one file.
         load_workers: those of them that read at once.
 
     Raises:

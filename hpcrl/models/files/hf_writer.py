@@ -15,9 +15,11 @@ import contextlib
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +34,9 @@ from hpcrl.run.rundir import flush
 
 #: torch's dtypes by safetensors' names
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in safetensors_files.DTYPES.items()}
+
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -65,38 +70,48 @@ def split(groups: Sequence[Sequence[TensorHeader]], chunk_size: int) -> list[lis
     return files
 
 
-def save_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+def _save_file(path: Path, read: Callable[[], Tensors]) -> dict[str, int]:
     """Write one safetensors file: the bytes of each tensor in it."""
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in read()}
     save_file(held, path, {"format": "pt"})
     return {name: tensor.nbytes for name, tensor in held.items()}
+
+
+def save_files(
+    path: Path, files: Mapping[str, Callable[[], Tensors]], workers: int
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Write safetensors files into a directory; each name with the bytes of its tensors, as soon as it is written.
+
+    Args:
+        files: name -> what reads its tensors.
+        workers: threads that write; each holds the tensors of one file.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        jobs = {pool.submit(_save_file, path / name, read): name for name, read in files.items()}
+        try:
+            for job in as_completed(jobs):
+                yield jobs[job], job.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def save_shards(
     path: Path,
     plan: Sequence[Sequence[TensorHeader]],
-    read: Callable[[Sequence[TensorHeader]], Iterable[tuple[str, torch.Tensor]]],
+    read: Callable[[Sequence[TensorHeader]], Tensors],
     workers: int = 1,
 ) -> None:
-    """Write the files of a plan, `workers` of them at once.
+    """Write the files of a plan and their index.
 
     Args:
         read: the tensors of one file.
+        workers: as of `save_files`.
     """
     total = len(plan)
     names = [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        try:
-            for done in as_completed(
-                [
-                    pool.submit(lambda n, f: save_shard(path / n, read(f)), n, f)
-                    for n, f in zip(names, plan, strict=True)
-                ]
-            ):
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    files = {name: partial(read, file) for name, file in zip(names, plan, strict=True)}
+    deque(save_files(path, files, workers), maxlen=0)
     if total > 1:
         where = {tensor.name: name for name, file in zip(names, plan, strict=True) for tensor in file}
         write_index(path, where, sum(tensor.size for file in plan for tensor in file))

@@ -109,14 +109,7 @@ def predict(
     Raises:
         UsageError: for a --weight-transfer that cannot be there.
     """
-    from hpcrl.weights.update_backend import (
-        DISK,
-        IPC,
-        NCCL,
-        VLLM,
-        VLLM_IPC,
-        route,
-    )  # imports ZeroMQ, which a dry run does not need
+    from hpcrl.weights.update_backend import DISK, IPC, NCCL, VLLM, VLLM_IPC, route
 
     if served_as(options, family, config) == "adapter":
         return AdapterUpdate(adapter_parameters(options, family, config) * (2 if options.bf16 else 4))
