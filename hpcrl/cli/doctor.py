@@ -56,8 +56,7 @@ $HPCRL_SITE, --time, --layout, --set or --nodes, else a warning.
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
   --nodes          also submit a short job of the run's shape that checks the nodes: the run directory seen from
-                   each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer's
-                   GPUs, in a homogeneous job over all
+                   each, network, ports, clocks, versions, GPUs and their memory, vLLM
   --wait SECONDS   limit of that job from submission to its end (default: 900)
   --help           this text
 

@@ -24,9 +24,9 @@ import msgspec
 from hpcrl.doctor.selftest.registry import Outcome, Results, choose_checks, find_checks
 from hpcrl.doctor.selftest.this_host import start, watch
 from hpcrl.errors import DeadlineError
-from hpcrl.launch.node_checks.one_node import rank_environments
-from hpcrl.launch.node_checks.records import all_records, leave_record, share_records
-from hpcrl.launch.probe import choose
+from hpcrl.launch.node_checks.records import NodeRecord, all_records, leave_record, share_records
+from hpcrl.launch.probe import Network, choose
+from hpcrl.plan import Location, socket_names
 from hpcrl.run.process import die_with_parent, end_descendants
 from hpcrl.utils.untrusted_files import read_json, touch
 
@@ -115,6 +115,23 @@ def host(directory: Path, name: str) -> int:
     if why:
         print(f"hpcrl: {name}: {why}", file=sys.stderr)
     return 1 if why else 0
+
+
+def rank_environments(found: dict[str, NodeRecord], me: str, network: dict[str, Network]) -> list[dict[str, str]]:
+    """The variables of each of this host's ranks in one group over the hosts that have any, in the order of their
+    names."""
+    hosts = [host for host in sorted(found) if found[host].ranks]
+    first = sum(found[host].ranks for host in hosts[: hosts.index(me)])
+    shared = {
+        "WORLD_SIZE": str(sum(found[host].ranks for host in hosts)),
+        "MASTER_ADDR": network[hosts[0]].address,
+        "MASTER_PORT": "0",
+        **{
+            name: os.environ.get(name, value)
+            for name, value in socket_names(Location(me, (), "", network[me].interface)).items()
+        },
+    }
+    return [shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(found[me].ranks)]
 
 
 def read_job(directory: Path) -> SelftestJob:

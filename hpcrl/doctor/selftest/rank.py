@@ -13,18 +13,25 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import socket
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from hpcrl.doctor.selftest.registry import Check, CheckContext, Outcome, Results, choose_checks, find_checks, try_check
+from hpcrl.errors import DeadlineError
 from hpcrl.run.process import PARENT, die_with_parent
+from hpcrl.run.rundir import write_atomic
+from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.untrusted_files import read_regular
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import TCPStore
 
 DEADLINE = 180.0  #: seconds that a collective may wait for the slowest rank
 LONGEST = 4096  #: bytes that a rank says of a check
@@ -100,6 +107,53 @@ def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> i
     return 0
 
 
+def join(seconds: float, port_file: Path | None = None) -> torch.device:
+    """Form the group that the environment names, within `seconds`; the device of this rank."""
+    import torch
+    import torch.distributed as dist
+
+    from hpcrl.trainer.collectives import connect_when_needed
+
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    wait = timedelta(seconds=seconds)
+    store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, port_file, seconds)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    bound = {} if device.type == "cpu" else {"device_id": device}
+    connect_when_needed()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=wait, **bound)
+    return device
+
+
+def _store(address: str, port: int, rank: int, port_file: Path | None, seconds: float) -> TCPStore:
+    """Where the ranks meet.
+
+    Raises:
+        DeadlineError: if rank 0 does not tell its port in `port_file`.
+    """
+    from torch.distributed import TCPStore
+
+    opened: dict[str, int] = {}
+    first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if first:
+        # torch's own would listen on every interface; this descriptor is handed over, and closed by the store
+        listener = socket.create_server((address, port), backlog=512)
+        port = listener.getsockname()[1]
+        if port_file:
+            write_atomic(port_file, str(port).encode())
+        opened = {"master_listen_fd": listener.detach()}
+    elif not port and port_file:
+        if not poll(port_file.exists, Deadline(seconds), 0.05):
+            raise DeadlineError(f"rank 0 did not write {port_file} within {seconds:.0f} s", "see its log")
+        port = int(read_regular(port_file))
+    wait = timedelta(seconds=seconds)
+    return TCPStore(address, port, is_master=first, wait_for_workers=False, timeout=wait, **opened)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="One rank of the self-test.")
     parser.add_argument("directory", type=Path)
@@ -115,8 +169,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.alone:
         return each_alone(chosen, results, args.directory)
     import torch.distributed as dist
-
-    from hpcrl.trainer.start.network_speed import join
 
     device = join(DEADLINE, args.port_file)
     place = CheckContext(dist.get_rank(), dist.get_world_size(), device, args.directory, args.hosts, args.link)

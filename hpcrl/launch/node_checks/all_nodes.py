@@ -36,7 +36,7 @@ from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import read_json, touch
 
 LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
-SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file system, and the all-reduce
+SECONDS = 900.0  #: for all of it, with imports of torch and vLLM from a slow file system
 
 
 class NodeStep(msgspec.Struct, frozen=True):
@@ -59,14 +59,13 @@ class NodesJob(msgspec.Struct, frozen=True):
 
     Attributes:
         gpus: whether a slot is a GPU.
-        allreduce, imports: the parts that take long.
+        imports: whether a node also imports vLLM, which takes long.
         echoes: how the lines begin in which whatever starts the tasks only repeats that one has failed.
     """
 
     steps: list[NodeStep]
     interface: str | None = None
     gpus: bool = True
-    allreduce: bool = True
     imports: bool = True
     echoes: tuple[str, ...] = ()
     seconds: float = 60.0
@@ -145,8 +144,6 @@ def _start(step: NodeStep, job: NodesJob, directory: Path, expected: int) -> Pop
     words = [str(directory), f"--expect={expected}", f"--role={step.role}", f"--wait={job.seconds:g}"]
     if job.interface:
         words.append(f"--interface={job.interface}")
-    if job.allreduce and step.role == "trainer":  # of a homogeneous job all nodes
-        words.append(f"--ranks={step.slots}")
     if job.imports and step.role == engines:
         words.append("--import=vllm")
     return Popen([*step.command, *words], stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace")

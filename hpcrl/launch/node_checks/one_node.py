@@ -20,21 +20,17 @@ import re
 import resource
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 import msgspec
 import psutil
 
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch.node_checks.records import NodeRecord, all_records, leave_record, pause
-from hpcrl.launch.node_checks.reports import Gpu, NodeReport, Total
-from hpcrl.launch.probe import Network, choose, host_report
-from hpcrl.plan import Location, socket_names
-from hpcrl.run.process import PARENT, die_with_parent, run_command
+from hpcrl.launch.node_checks.records import all_records, leave_record, pause
+from hpcrl.launch.node_checks.reports import Gpu, NodeReport
+from hpcrl.launch.probe import choose, host_report
+from hpcrl.run.process import die_with_parent, run_command
 from hpcrl.run.rundir import listed, write_atomic
-from hpcrl.utils.check_results import last_line
 from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.installed import version
 from hpcrl.utils.untrusted_files import read_regular, touch
@@ -102,17 +98,10 @@ def imports(module: str, seconds: float) -> str:
 # ---- the other nodes
 
 
-def meet(
-    mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0
-) -> NodeReport:
-    """`mine` with what came of meeting the others, within three times `seconds`.
-
-    Args:
-        ranks: to take part in an all-reduce.
-    """
-    mine = msgspec.structs.replace(mine, ranks=ranks)
+def meet(mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float) -> NodeReport:
+    """`mine` with what came of meeting the others, within three times `seconds`."""
     try:
-        leave_record(directory, mine.host, ranks, mine.base)
+        leave_record(directory, mine.host, 0, mine.base)
     except (HpcrlError, OSError) as error:
         return msgspec.structs.replace(mine, wrote=getattr(error, "what", None) or str(error))
     found = all_records(directory, expect, seconds)
@@ -129,11 +118,7 @@ def meet(
         unreached = listen(address, first, directory, others, seconds)
     else:
         unreached = connect(address, first, directory, Deadline(seconds))
-    mine = msgspec.structs.replace(mine, unreached=unreached)
-    if ranks and len(found) >= expect and not unreached:
-        total, broken = add_up(found, mine.host, chosen, directory)
-        mine = msgspec.structs.replace(mine, total=total, broken=broken)
-    return mine
+    return msgspec.structs.replace(mine, unreached=unreached)
 
 
 def listen(address: str, name: str, directory: Path, others: int, seconds: float) -> str:
@@ -173,64 +158,6 @@ def connect(address: str, name: str, directory: Path, deadline: Deadline) -> str
             touch(directory / f"{socket.gethostname()}-{os.getpid()}.done")
 
 
-# ---- an all-reduce
-
-
-def rank_environments(found: dict[str, NodeRecord], me: str, network: dict[str, Network]) -> list[dict[str, str]]:
-    """The variables of each of this host's ranks in one group over the hosts that have any, in the order of their
-    names."""
-    hosts = [host for host in sorted(found) if found[host].ranks]
-    first = sum(found[host].ranks for host in hosts[: hosts.index(me)])
-    shared = {
-        "WORLD_SIZE": str(sum(found[host].ranks for host in hosts)),
-        "MASTER_ADDR": network[hosts[0]].address,
-        "MASTER_PORT": "0",
-        **{
-            name: os.environ.get(name, value)
-            for name, value in socket_names(Location(me, (), "", network[me].interface)).items()
-        },
-    }
-    return [shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(found[me].ranks)]
-
-
-def add_up(
-    found: dict[str, NodeRecord], me: str, chosen: dict[str, Network], directory: Path, seconds: float = 300.0
-) -> tuple[Total | None, str]:
-    """(what rank 0 measured, if it is here; why our ranks failed): one all-reduce over the ranks of all nodes."""
-    command = [
-        sys.executable,
-        "-m",
-        "hpcrl.trainer.start.network_speed",
-        "--port-file",
-        str(directory / "port"),
-        "--deadline",
-        "120",
-    ]
-    ranks = []
-    for variables in rank_environments(found, me, chosen):
-        environment = os.environ | variables | {PARENT: str(os.getpid())}
-        ranks.append(Popen(command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True))
-    deadline = Deadline(seconds)
-    with ThreadPoolExecutor(len(ranks)) as pool:  # each rank's output is read as it comes, or it would block
-        texts = list(pool.map(lambda rank: _output(rank, deadline), ranks))
-    broken = [last_line(err) for rank, (_, err) in zip(ranks, texts, strict=True) if rank.returncode]
-    if broken or me != next(host for host in sorted(found) if found[host].ranks):
-        return None, broken[0] if broken else ""
-    try:
-        return msgspec.json.decode(last_line(texts[0][0]), type=Total), ""
-    except msgspec.MsgspecError:
-        return None, f"rank 0 printed no result: {last_line(texts[0][0])}"
-
-
-def _output(process: Popen[str], deadline: Deadline) -> tuple[str, str]:
-    """stdout and stderr of a process of ours, which is killed if it does not end in time."""
-    try:
-        return process.communicate(timeout=max(deadline.left, 0.1))
-    except TimeoutExpired:
-        process.kill()
-        return process.communicate()[0], "it did not end in time"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="One node's part of hpcrl doctor.")
     parser.add_argument("directory", type=Path)
@@ -239,15 +166,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--role", default="")
     parser.add_argument("--interface")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other nodes")
-    parser.add_argument("--ranks", type=int, default=0, help="ranks here, for an all-reduce (one where no GPU is)")
     parser.add_argument("--import", dest="modules", action="append", default=[], help="a module to try to import")
     parser.add_argument("--import-deadline", type=float, default=300.0)
     args = parser.parse_args(argv)
     die_with_parent()
     mine = look_at_node(args.host, args.role, args.directory)
     if mine.base.sees:
-        ranks = args.ranks if mine.gpus else min(args.ranks, 1)
-        mine = meet(mine, args.directory, args.expect, args.interface, args.wait, ranks)
+        mine = meet(mine, args.directory, args.expect, args.interface, args.wait)
     mine = msgspec.structs.replace(mine, imports={name: imports(name, args.import_deadline) for name in args.modules})
     if not mine.base.sees:
         print(UNSEEN.format(host=args.host), flush=True)

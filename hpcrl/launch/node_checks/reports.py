@@ -18,7 +18,6 @@ from hpcrl.utils.check_results import Finding, Level, count, size
 SKEW = 1.0  #: seconds that two clocks may differ by
 ENGINE = "transformer-engine"
 FREE = 0.9  #: the part of a GPU's memory that should be free before a run
-SLOW = 5e9  #: bytes a second below which NCCL between nodes has hardly found the fast network
 GIB = 1 << 30
 SHM = GIB  #: bytes of /dev/shm that vLLM and the weight transfer between processes of a host should find
 
@@ -30,20 +29,6 @@ class Gpu(msgspec.Struct, frozen=True):
     name: str
     total: int
     free: int
-
-
-class Total(msgspec.Struct, frozen=True):
-    """A timed all-reduce over a rank for each slot of the trainer's nodes, in a homogeneous job of all.
-
-    Attributes:
-        bus_bandwidth: bytes a second that a link carries.
-    """
-
-    ranks: int
-    backend: str
-    bytes: int
-    seconds: float
-    bus_bandwidth: float
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -60,9 +45,6 @@ class NodeReport(msgspec.Struct, frozen=True):
         shm: bytes free in /dev/shm.
         imports: module -> "" or why it does not import.
         locked: bytes that a process may lock, None for no limit where that matters.
-        ranks: of the all-reduce that it was to take part in.
-        total: of the host of trainer rank 0, what hpcrl.trainer.start.network_speed said.
-        broken: why the all-reduce failed here.
     """
 
     base: HostReport
@@ -77,9 +59,6 @@ class NodeReport(msgspec.Struct, frozen=True):
     locked: int | None = None
     versions: dict[str, str] = {}
     imports: dict[str, str] = {}
-    ranks: int = 0
-    total: Total | None = None
-    broken: str = ""
 
     @property
     def host(self) -> str:
@@ -115,7 +94,7 @@ def judge_reports(
     if known := [report for report in reports if report.base.sees]:  # of the others no more than that is known
         findings += [*_network(known, interface), *_reach(known)]
         findings += [*_clocks(known, window), *_versions(known), *_gpus(known, wanted or {})]
-        findings += [*_rest(known), *_total(known)]
+        findings += _rest(known)
     wrong = {finding.host for finding in findings}
     findings += [Finding("ok", report.host, _shown(report)) for report in reports if report.host not in wrong]
     return merge(findings)
@@ -305,21 +284,3 @@ def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
                     f"{module} does not import: {why}",
                     "see docs/install.md, and the site's modules",
                 )
-
-
-def _total(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """The all-reduce, if there was one: the first to fail is named, the rest merely waited for it."""
-    hint = "see NCCL_DEBUG=INFO, interface and env of the site"
-    if broken := [report for report in reports if report.broken]:
-        yield Finding("fail", broken[0].host, f"the all-reduce over the nodes failed: {broken[0].broken}", hint)
-        return
-    several = len([report for report in reports if report.role == "trainer"]) > 1
-    if any(report.ranks for report in reports) and not any(report.total for report in reports):
-        yield Finding("warn", "", "the all-reduce over the nodes was not tried", "see the failures above")
-    for total in (report.total for report in reports if report.total):
-        shown = f"all-reduce of {size(total.bytes)} over {count(total.ranks, 'rank')} ({total.backend})"
-        shown += f": {total.bus_bandwidth / 1e9:.3g} GB/s bus bandwidth" if total.ranks > 1 else " works"
-        if several and total.backend == "nccl" and total.bus_bandwidth < SLOW:
-            yield Finding("warn", "", f"{shown}, as slow as plain sockets", hint)
-        else:
-            yield Finding("ok", "", shown)

@@ -2,11 +2,70 @@
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING, Any
+
 from hpcrl.doctor.selftest.registry import Check, CheckContext, Outcome, Skip
 from hpcrl.run.process import run_command
 
+if TYPE_CHECKING:
+    import torch
+
+#: bytes that are added up: enough for the bandwidth, not the latency, to count
+DEFAULT_BYTES = {"nccl": 1 << 30, "gloo": 1 << 24}
 SLOW = 0.25  #: of the link: below this the fast network or NVLink is not in use
 ROUNDS = 5
+
+
+def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
+    """Bytes a second that a link carries, whatever the number of ranks: size / seconds * 2(n-1)/n (NVIDIA nccl-tests,
+    doc/PERFORMANCE.md: n-1 of n parts are sent twice, once to be added up and once to be given out)."""
+    return size / seconds * 2 * (ranks - 1) / ranks
+
+
+def measure(size: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """All-reduce `size` bytes of float32 over the default group; one round to warm up, then the median of `rounds`.
+
+    Every rank holds rank+1 everywhere, so the sum is n(n+1)/2.
+
+    Raises:
+        RuntimeError: if it is anything else, anywhere.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    tensor = torch.empty(max(size // 4, 1), dtype=torch.float32, device=device)
+    times = []
+    for _ in range(rounds + 1):
+        tensor.fill_(rank + 1.0)
+        dist.barrier()
+        _wait(device)
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    if not bool((tensor == ranks * (ranks + 1) / 2).all()):
+        raise RuntimeError(f"rank {rank}: the all-reduce gave a wrong sum")
+    # the slowest rank counts
+    seconds = torch.tensor(sorted(times[1:])[rounds // 2], dtype=torch.float32, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    used = tensor.numel() * 4
+    return {
+        "ranks": ranks,
+        "backend": dist.get_backend(),
+        "bytes": used,
+        "seconds": seconds.item(),
+        "bus_bandwidth": bus_bandwidth(used, seconds.item(), ranks),
+    }
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def nvlink(text: str) -> float | None:
@@ -22,9 +81,7 @@ def nvlink(text: str) -> float | None:
 
 
 def work(place: CheckContext) -> Outcome:
-    """An all-reduce, timed as `hpcrl doctor --nodes` does."""
-    from hpcrl.trainer.start.network_speed import DEFAULT_BYTES, measure
-
+    """An all-reduce over all ranks, timed."""
     if place.world == 1:
         raise Skip("one rank: there is nothing to send")
     kind = "nccl" if place.device.type == "cuda" else "gloo"
