@@ -238,7 +238,7 @@ class Sample:
         try:
             self.rewards = {str(name): float(part) for name, part in rewards.items() if math.isfinite(float(part))}
         except (AttributeError, TypeError, ValueError):
-            raise BadSample("set rewards to what is not a dict of numbers") from None
+            raise BadSample("set rewards to something other than a dict of numbers") from None
         if value is None:
             return
         try:
@@ -277,7 +277,7 @@ class Sample:
         except (TypeError, ValueError, OverflowError):
             found = np.zeros((0, 0))
         if found.ndim != 1:
-            raise BadSample(f"set {name} to what is not a list of numbers")
+            raise BadSample(f"set {name} to something other than a list of numbers")
         if not ((found >= least) & (found < end) & (found > -math.inf)).all():
             wanted = f"whole numbers from {least} to {end - 1}" if end < math.inf else "finite numbers"
             raise BadSample(f"set {name} to other numbers than {wanted}")

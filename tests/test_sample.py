@@ -158,7 +158,7 @@ def test_a_column_of_another_length_is_refused(name: str) -> None:
         ("response_length", 9, "response_length to 9, of 8 tokens"),
         ("response_length", 2.5, "response_length to 2.5"),
         ("loss_mask", [2] * RESPONSE, "loss_mask to other .* from 0 to 1"),
-        ("loss_mask", "abc", "loss_mask to what .* list"),
+        ("loss_mask", "abc", "loss_mask to .* list"),
         ("rollout_log_probs", [float("nan")] * RESPONSE, "finite"),
         ("versions", [-1] * RESPONSE, "versions to other numbers"),
         ("tokens", [2**31] * (PROMPT + RESPONSE), "tokens to other numbers"),

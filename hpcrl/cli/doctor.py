@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         findings.append(finding)
         show([finding])
     if given.get("nodes") and failed(findings):
-        print("hpcrl: the nodes were not looked at: fix the above first", file=sys.stderr)
+        print("hpcrl: the nodes were not checked: fix the failures above first", file=sys.stderr)
     elif given.get("nodes"):
         found = nodes(case, given.get("wait", WAIT))
         findings += found
@@ -193,7 +193,7 @@ def _begins_with(case: Case) -> Iterator[Finding]:
     if case.recipe is not None:
         paths = dict.fromkeys(path for options in case.stages for _, path in begins_with(options))
         for path in (path for path in paths if made_by_run(case.recipe, str(case.directory), path)):
-            yield Finding("ok", "", f"{path} is made by the run itself")
+            yield Finding("ok", "", f"{path} will be created by the run")
 
 
 def _slurm(case: Case, request: AllocationRequest) -> Iterator[Finding]:

@@ -44,7 +44,8 @@ def engines(argv: list[str]) -> int:
     if views is None:
         name = shorten_path(str(run.root))
         raise HpcrlError(
-            f"{name} has not reported any engines", "it has none, or has not started them yet: see hpcrl status"
+            f"{name} has not reported any engines",
+            "the run has no engines or has not started them yet: see hpcrl status",
         )
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(views), indent=1).decode())
@@ -87,9 +88,11 @@ def _choose(stages: dict[str, Options], name: str | None) -> Options:
             f"no stage{f' {name}' if name else ''} of the recipe has engines", f"it has {', '.join(stages) or 'none'}"
         )
     if "{run}" in (found.hf_checkpoint or ""):
-        raise UsageError(f"--hf-checkpoint is made by the run: {found.hf_checkpoint}", "give --hf-checkpoint")
+        raise UsageError(
+            f"--hf-checkpoint does not exist before the run: {found.hf_checkpoint}", "give --hf-checkpoint"
+        )
     if found.colocate:
-        raise UsageError("--colocate: engines that take turns with a trainer are started by its run", "leave it out")
+        raise UsageError("--colocate: only a run starts engines that share the trainer's GPUs", "leave it out")
     return found
 
 

@@ -69,9 +69,9 @@ def _several(words: Sequence[str]) -> list[Run]:
 
     found = {run.root.resolve(): run for run in map(find_run, words)}
     if len(words) > 1 and len(found) == 1:
-        raise UsageError("these are one and the same run", "name it once")
+        raise UsageError("all of them are the same run", "name it once")
     if len(found) > MOST:
-        raise UsageError(f"{len(found)} runs are more than a page shows, {MOST}", "name some of them")
+        raise UsageError(f"{len(found)} runs are too many for one page: at most {MOST}", "name some of them")
     return list(found.values())
 
 
@@ -102,7 +102,7 @@ def _send(run: Run, tracker: str) -> int:
         count += records
         print(f"{name}: {records} records, {place}")
     if not count:
-        print(f"nothing is new in {run.root}")
+        print(f"nothing new in {run.root}")
     _notes(run)
     return 0
 

@@ -61,8 +61,8 @@ def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> N
             raise UsageError(f"--num-rollout {num_rollout}: {done} rollouts are done", "give a larger number")
         if bent := _bent(options):
             raise UsageError(
-                f"--num-rollout {num_rollout}: {bent} was laid out for the length that the run was begun with",
-                f"begin another run with --load {options.save or rundir.checkpoints}",
+                f"--num-rollout {num_rollout}: {bent} was planned for the run's original length",
+                f"start another run with --load {options.save or rundir.checkpoints}",
             )
         if ckpt_step is not None:
             _checkpoints(rundir, options, ckpt_step)

@@ -57,7 +57,7 @@ def samples(argv: list[str]) -> int:
     from hpcrl.report.sample_records import Reading
 
     if args.count < 1:
-        raise UsageError(f"-n {args.count} shows nothing", "give a number from 1")
+        raise UsageError(f"-n {args.count} is less than 1", "give a number from 1")
     reading = Reading()
     run = find_run(args.run)
     lines = _two(run, args, reading) if args.diff else _one(run, args, reading)
@@ -134,7 +134,7 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
     if held_out is not None and not every:
         sets = sorted({name for stage in stages for name in held_out_sets(stage.root)})
         raise UsageError(
-            f"{shown} has no samples of an evaluation {held_out}", f"there are {', '.join(sets) or 'none yet'}"
+            f"{shown} has no samples of the evaluation set {held_out}", f"there are {', '.join(sets) or 'none yet'}"
         )
     if not every:
         raise UsageError(f"{shown} has no samples yet", "see hpcrl status")

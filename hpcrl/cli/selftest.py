@@ -79,7 +79,7 @@ def selftest(argv: Sequence[str]) -> int:
         print("\n".join(f"{name:16} {check.title}" for name, check in every.items()))
         return 0
     if "resume" in own and "dir" in own:
-        raise UsageError("--resume names the directory already", "leave --dir out")
+        raise UsageError("--dir and --resume exclude each other", "leave --dir out")
     if "site" not in own and (given := [name for name in ("hosts", "wait", "time", "layout", "set") if name in own]):
         raise UsageError(f"--{given[0]} has no effect without --site", "name the cluster's profile")
     chosen = choose_checks(own.get("only", []), every)

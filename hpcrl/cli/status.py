@@ -57,7 +57,7 @@ def status(argv: list[str]) -> int:
     else:
         print("no runs are known here; name a run directory, or go to where runs/ is")
     if note and not args.json:
-        print(f"hpcrl: note: {strip_control(note)}; this is from the run directories alone", file=sys.stderr)
+        print(f"hpcrl: note: {strip_control(note)}; the run directories alone were read", file=sys.stderr)
     return 0
 
 

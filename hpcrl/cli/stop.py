@@ -137,7 +137,7 @@ def _cancel_job(run: Run) -> int:
     name, job = shorten_path(str(run.root)), run.job
     assert job is not None
     if not job.job_id:
-        raise HpcrlError(f"{name} was never given a job number", f"see {run.root / 'job.json'}")
+        raise HpcrlError(f"{name} has no job ID", f"see {run.root / 'job.json'}")
     called = f"Slurm job {job.job_id}"
     if not there():
         raise HpcrlError(
@@ -192,7 +192,9 @@ def _end_process(run: Run) -> int:
         there = run.state.host if run.state else ""
         if found.phase in WORKING and there and there != socket.gethostname():
             raise HpcrlError(f"{name} runs on {there}, and this is {socket.gethostname()}", f"cancel it on {there}")
-        raise HpcrlError(f"{name}: nothing to cancel: it is {_spell(found)}", "no process of it is known on this host")
+        raise HpcrlError(
+            f"{name}: nothing to cancel: it is {_spell(found)}", "no process of this run was found on this host"
+        )
     try:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(psutil.TimeoutExpired):

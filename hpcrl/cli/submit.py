@@ -156,11 +156,11 @@ def _show(shown: Submission) -> None:
     """The plan, the script, the command, and what Slurm says of it where it is here."""
     text = preview_script(shown)
     place = shlex.quote(str(shown.job.root / SCRIPT))
-    print(f"{shown.table()}\n\n{text}\n# nothing was written; hpcrl submit would write this script and call:")
+    print(f"{shown.table()}\n\n{text}\n# dry run: hpcrl submit would write this script and call:")
     print(f"# sbatch {place}")
     if can_submit():
         if silent := [finding for finding in responds() if finding.level == "fail"]:
-            print(f"# {silent[0].what}: whether it would take this job is not known")
+            print(f"# {silent[0].what}: whether it would accept this job is unknown")
             return
         refuse_unfit(shown.request, shown.site)
         verdict = test_only(text, SECONDS)

@@ -73,7 +73,7 @@ def read_yaml(path: Path, flag: str) -> Any:
             raise UsageError(f"{flag} {path} has more than {MOST_VALUES} values", "aliases (*name) count each time")
         return _built(loader, node)
     except RecursionError:
-        raise UsageError(f"{flag} {path} is nested too deep, or in itself") from None
+        raise UsageError(f"{flag} {path} is nested too deep, or contains itself") from None
     except OSError as error:
         raise UsageError(f"cannot read {flag} {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:

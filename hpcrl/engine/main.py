@@ -150,7 +150,7 @@ class EngineSupervisor:
             return bound_socket(self.place.at, 0)
         except OSError as error:
             raise UsageError(
-                f"{self.name} cannot bind a port of its host: {error}", "does the plan name this host?"
+                f"{self.name} cannot bind a port of its host: {error}", "is this the host that the plan names?"
             ) from error
 
     def wait_until_up(self) -> None:
@@ -223,7 +223,7 @@ class EngineSupervisor:
                 self.log.note_health()
                 if pulse.late:
                     raise PeerError(
-                        f"{self.name} hangs: its engine core has been at {pulse.late} (--update-timeout); "
+                        f"{self.name} hangs: its engine core has been busy with {pulse.late} (--update-timeout); "
                         f"{self.log.explain()}"
                     )
                 if pulse.silent(now) > patience:

@@ -63,7 +63,7 @@ def node_flags(options: Options, plan: Plan, index: int, environment: Mapping[st
         port, rpc_port = map(int, environment[MEETING].split(","))
     except (KeyError, ValueError):
         raise HpcrlError(
-            f"engine {index} lies on {len(places)} hosts, and {MEETING} does not say where they meet"
+            f"engine {index} spans {len(places)} hosts, and {MEETING} is not set to their meeting address"
         ) from None
     first = places[0].at
     node = node_of(environment)

@@ -149,7 +149,7 @@ def settings(context: RoleContext, port: int, found: Build) -> dict[str, Any]:
 
     mine = share_flags(context.options, current_platform.get_device_total_memory())
     for name, value in mine.items():
-        say(f"{name} is {value:.2f}, so that a weight update fits as well")
+        say(f"{name} is {value:.2f}, so that a weight update also fits")
     return values | mine
 
 

@@ -96,7 +96,7 @@ def check_version(found: str) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and "dev" not in found and tuple(map(int, numbers.groups())) < OLDEST:
         raise UsageError(
-            f"vLLM {found} is installed, {OLDEST[0]}.{OLDEST[1]} is the oldest that hpcrl works with",
+            f"vLLM {found} is installed, {OLDEST[0]}.{OLDEST[1]} is the oldest version that hpcrl supports",
             "see docs/install.md for what goes together",
         )
 
@@ -251,8 +251,8 @@ def _latent(given: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in settings.items():
         if value not in (None, {}, _LATENT.get(name.rpartition(".")[2])):
             raise UsageError(
-                f"--vllm-{name.replace('_', '-')}: vLLM's CPU build computes multi-head latent attention rightly with "
-                "hpcrl's own setting alone",
+                f"--vllm-{name.replace('_', '-')}: vLLM's CPU build computes multi-head latent attention correctly "
+                "only with hpcrl's own setting",
                 "leave it out on CPUs",
             )
     return {**given, "speculative_config": {**drafts, **_LATENT_DRAFTS}} if drafts else given
@@ -271,7 +271,7 @@ def _check_delta_nets(options: Options, given: Mapping[str, Any]) -> None:
     if given.get("enable_prefix_caching"):
         raise UsageError(
             "--vllm-enable-prefix-caching: vLLM's CPU build keeps no prefixes of models with gated delta nets without "
-            "chunks of prompts, of which requests with a seed die",
+            "chunks of prompts, and then requests with a seed crash it",
             "leave it out on CPUs",
         )
 
@@ -289,14 +289,14 @@ def _text_part(options: Options, plan: Plan, config: Mapping[str, Any], given: M
     named = sorted(_reading(given) | given.keys() & {"hf_overrides", "quantization"})
     if named == ["speculative_config"]:
         raise UsageError(
-            f"--vllm-speculative-config: engines hold the text part alone of this {config['model_type']} model, and no "
-            "update brings the layers that it would draft with",
+            f"--vllm-speculative-config: engines load only the text part of this {config['model_type']} model, and "
+            "updates do not include its drafting layers",
             'leave it out, or draft without a model ("method": "ngram" or "suffix")',
         )
     if named:
         raise UsageError(
-            f"--vllm-{named[0].replace('_', '-')}: engines hold the text part alone of this {config['model_type']} "
-            "model, and get it from the trainer",
+            f"--vllm-{named[0].replace('_', '-')}: engines load only the text part of this {config['model_type']} "
+            "model, which the trainer sends",
             "leave it out",
         )
     return {"hf_overrides": {"architectures": [wanted]}}

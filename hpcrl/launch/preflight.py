@@ -121,8 +121,7 @@ def refuse_missing_packages(stages: Sequence[Options]) -> None:
     needed |= {"vllm"} if any(options.num_engines for options in stages) else set()
     if lacking := sorted(name for name in needed if importlib.util.find_spec(name) is None):
         raise UsageError(
-            f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed for {sys.executable}, "
-            "which would run this",
+            f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed for {sys.executable}",
             "pip install 'hpcrl[gpu]' on a machine with GPUs, make env in a checkout for CPUs: see docs/install.md",
         )
 
@@ -172,7 +171,7 @@ def check_adapters(stages: Sequence[Options]) -> None:
 def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
     """Say on stderr what a stage begins with and is not here, where another machine may be the one to run it."""
     for error in absent(stages, HostView(lambda path: made_by_run(recipe, "{run}", path))):
-        print(f"hpcrl: note: {error.what}: the machines of the run must have it", file=sys.stderr)
+        print(f"hpcrl: note: {error.what}: the machines of the run need it", file=sys.stderr)
 
 
 def drafting_notes(stages: Sequence[Options]) -> list[str]:
@@ -232,7 +231,7 @@ def begins_with(options: Options) -> Iterator[tuple[str, str]]:
 def _nothing_at(flag: str, path: str) -> UsageError | None:
     """The error for a path where there is not what `flag` wants, or None."""
     if not Path(path).exists():
-        return UsageError(f"{flag} {path} is not here", _how_to_get(flag, path))
+        return UsageError(f"{flag} {path} does not exist here", _how_to_get(flag, path))
     if flag == "--lora-adapter-path" and not (Path(path) / ADAPTER_CONFIG).is_file():
         return UsageError(f"{flag} {path} holds no {ADAPTER_CONFIG}", AS_PEFT)
     if flag.endswith("load") and not holds_weights(Path(path)):

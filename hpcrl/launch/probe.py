@@ -131,7 +131,7 @@ def choose(reports: Mapping[str, HostReport], interface: str | None = None, apar
     }
     raise UsageError(
         "the hosts share no network: " + "; ".join(f"{host} has {text}" for host, text in list(reported.items())[:4]),
-        "a host with nothing but the loopback needs an address; else " + MEND,
+        "a host that only has a loopback interface needs an address; otherwise " + MEND,
     )
 
 

@@ -86,7 +86,7 @@ def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                f"another run has the engines of {KEYS} {folder}", "wait for its end, or serve others"
+                f"another run uses the engines of {KEYS} {folder}", "wait until it ends, or serve other engines"
             ) from None
         borrow_keys(rundir, folder, plan.external, len(plan.engines))
         stack.pop_all()

@@ -56,11 +56,11 @@ class Rollout:
         """Take in the finished samples of one response, one at least.
 
         Raises:
-            ValueError: if it is not wanted (any more): no response counts twice.
+            ValueError: if it is not expected (any more): no response counts twice.
         """
         key = group, index = samples[0].group_index, samples[0].response_index
         if key not in self._requested or key in self._found:
-            raise ValueError(f"sample {index} of group {group} is not wanted")
+            raise ValueError(f"sample {index} of group {group} is not expected")
         self._found[key] = list(samples)
 
     @property

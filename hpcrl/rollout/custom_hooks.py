@@ -66,7 +66,7 @@ def check_samples(name: str, samples: Iterable[Any]) -> None:
     """
     for sample in samples:
         if not isinstance(sample, Sample):
-            raise HpcrlError(f"{name} returned {short(sample)}, a sample is wanted")
+            raise HpcrlError(f"{name} returned {short(sample)}, expected a sample")
         try:
             sample.check()
         except BadSample as error:
@@ -106,7 +106,7 @@ def read_metrics(name: str, values: Any, prefix: str = "") -> dict[str, Any]:
         HpcrlError: if they are something else.
     """
 
-    items = expect(name, values, "names with finite numbers are wanted", lambda row: list(row.items()))
+    items = expect(name, values, "names with finite numbers are expected", lambda row: list(row.items()))
     found: dict[str, Any] = {}
     for key, value in items:
         read = lambda value: None if value is None else floats([value])[0]  # noqa: E731
@@ -278,7 +278,7 @@ class RolloutHooks:
         if not isinstance(found, SampleBatch) or len(found) != len(samples):
             count = f" of {len(found)}" if isinstance(found, SampleBatch) else ""
             raise HpcrlError(
-                f"{shown} returned {type(found).__name__}{count}, train data of {len(samples)} samples is wanted"
+                f"{shown} returned {type(found).__name__}{count}, expected train data of {len(samples)} samples"
             )
         return found
 

@@ -108,7 +108,7 @@ def _frames(data: memoryview) -> list[memoryview]:
         raise ValueError("it is too short")
     magic, count = _HEAD.unpack_from(data)
     if magic != MAGIC or not 2 <= count <= FRAMES or len(data) < _HEAD.size + count * _SIZE.size:
-        raise ValueError("it does not begin as one")
+        raise ValueError("it has no valid beginning")
     sizes = [_SIZE.unpack_from(data, _HEAD.size + number * _SIZE.size)[0] for number in range(count)]
     at = _HEAD.size + count * _SIZE.size
     if at + sum(sizes) != len(data):

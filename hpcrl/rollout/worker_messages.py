@@ -74,7 +74,7 @@ class WorkerLoaded(msgspec.Struct):
 
 
 class CancelRequest(msgspec.Struct, tag=True):
-    """What it was to make is not wanted any more, or took too long."""
+    """Its result is no longer needed, or it took too long."""
 
     id: int
 

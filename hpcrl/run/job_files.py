@@ -216,7 +216,7 @@ class JobFile(msgspec.Struct, frozen=True):
             if (text := getattr(self, name)) and not _PLAIN(text):
                 raise ValueError(f"{name} is {text[:40]!r}, which is no such")
         if wrong := [text for text in self.chain if not _PLAIN(text)]:
-            raise ValueError(f"chain holds {wrong[0][:40]!r}, which is no job's number")
+            raise ValueError(f"chain holds {wrong[0][:40]!r}, which is not a job ID")
 
     @property
     def queued(self) -> bool:

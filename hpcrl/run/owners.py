@@ -30,7 +30,7 @@ def refuse_foreign(root: Path) -> None:
     for path in (root, *(root / name for name in _OBEYED)):
         if os.path.lexists(path) and (owner := of_another_user(path)):
             raise UsageError(
-                f"{path} belongs to user {owner}, and what its recipe names would run as you",
+                f"{path} belongs to user {owner}, and its recipe would run commands as you",
                 "have that user do it, or start a copy of its recipe.toml, if you trust it; --load names a checkpoint",
             )
 

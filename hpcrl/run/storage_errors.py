@@ -46,7 +46,7 @@ WORDS: dict[int, tuple[str, str]] = {
     errno.EMFILE: ("this process has too many files open", "raise the hard limit, ulimit -Hn"),
     errno.ENFILE: ("the host has too many files open", "raise fs.file-max, or look who has them open"),
     errno.EPERM: ("the system does not permit it", "is the directory protected (lsattr), or another user's?"),
-    errno.EACCES: ("you may not", "whose is it? see ls -ld"),
+    errno.EACCES: ("you may not", "see its owner with ls -ld"),
     errno.ENOMEM: ("the host has no memory left for it", "ask for more memory"),
 }
 

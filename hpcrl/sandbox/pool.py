@@ -226,7 +226,7 @@ class SandboxPool:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
+            raise UsageError("this pool of sandboxes is closed", "request boxes before it is closed")
 
     def _count(self, **more: float) -> None:
         self._counts = self._counts.plus(**more)

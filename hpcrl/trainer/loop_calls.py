@@ -139,8 +139,8 @@ class LoopCalls:
         """
         if not self.between:
             raise HpcrlError(
-                "rollout-0 gave no sign of life once the run was asked to stop, and did not tell where its data "
-                "stands: the step is lost",
+                "rollout-0 did not answer after the run was asked to stop, and did not save the position of its data: "
+                "the step is lost",
                 "the last checkpoint is good",
             ) from error
         self.stopping = True

@@ -34,5 +34,5 @@ def joined(frames: Sequence[Any], most: int) -> Any:
     if len(frames) == 1:
         return frames[0]
     if (size := sum(map(len, frames))) > most:
-        raise ValueError(f"{size} bytes, {most} are allowed")
+        raise ValueError(f"{size} bytes, at most {most} are allowed")
     return b"".join(frames)

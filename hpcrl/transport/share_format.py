@@ -205,7 +205,7 @@ def _header(frame: Buffer) -> ShareHeader:
         found = _unpack_format(frame).format
         if found != FORMAT:
             raise WireError(
-                f"the share is in wire format {found}, this side speaks {FORMAT}",
+                f"the share has wire format {found}, this side speaks {FORMAT}",
                 "use one version of hpcrl on all hosts",
             )
         return _unpack_header(frame)

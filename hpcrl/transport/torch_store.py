@@ -27,7 +27,7 @@ def open_store(address: str) -> TCPStore:
     Raises:
         UsageError: if that is not possible.
     """
-    hint = "does the plan name this host? see --interface"
+    hint = "is this the host that the plan names? see --interface"
     try:
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(where[0]).is_unspecified:

@@ -70,7 +70,7 @@ def declared(command: Callable[[list[str]], object], *words: str) -> Declared:
         return found
     finally:
         _asking = False
-    raise TypeError(f"{command} has not said what it takes: it reads its words by neither parser")
+    raise TypeError(f"{command} did not parse its arguments")
 
 
 class Parser(argparse.ArgumentParser):

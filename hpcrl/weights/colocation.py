@@ -36,7 +36,7 @@ class EnginesHold(StrEnum):
     STARTING = "starting"
     AWAKE = "awake"
     ASLEEP = "asleep"
-    WEIGHTS = "awake but for their KV cache"
+    WEIGHTS = "awake except for their KV cache"
 
 
 class Event(StrEnum):

@@ -110,7 +110,7 @@ class WeightSender:
             return DiskUpdate(fleet, self.options, self.scheme, self.written, self.identity)
         if first["opaque"] and not first["unseen"]:
             raise UsageError(
-                f"how the engines hold {first['opaque'][0]}* is not known, so that it cannot be updated",
+                f"how the engines hold {first['opaque'][0]}* is unknown, so it cannot be updated",
                 "use --weight-transfer disk",
             )
         if first["backend"] in (VLLM, VLLM_IPC):
@@ -135,7 +135,7 @@ class WeightSender:
                 )
         if self.options.check_weight_update_equal and first["opaque"]:
             raise UsageError(
-                f"--check-weight-update-equal cannot look into {first['opaque'][0]}* of this model", "leave it out"
+                f"--check-weight-update-equal cannot compare {first['opaque'][0]}* of this model", "leave it out"
             )
 
     @property

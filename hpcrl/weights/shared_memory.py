@@ -69,7 +69,7 @@ def open_region(wire: Mapping[str, Any]) -> torch.Tensor:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not sealed:
             raise ValueError(f"{path} is not a sealed region of hpcrl's")
         if (found.st_ino, found.st_size) != (wire["inode"], wire["size"]):
-            raise ValueError(f"{path} is another region than the one described")
+            raise ValueError(f"{path} is not the region described")
         mapped = mmap.mmap(fd, found.st_size, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)

@@ -277,7 +277,7 @@ def test_response_of_several_samples(name: str) -> None:
     assert torch.allclose(found[:-1], whole, atol=1e-12, rtol=0) and found[-1] == 0
     naive = compute_advantages(batch([1.0, 0.0, 0.0, 0.0, 0.5, 2.0], [4, 2, 3, 4, 3, 5], None, 0), o).advantages
     assert name in ("opo", "reinforce_plus_plus_baseline") or not torch.allclose(naive, whole), (
-        "else this shows nothing"
+        "else this is less than 1"
     )
 
 

@@ -225,8 +225,8 @@ def test_missing_inputs_are_refused_first(
         assert main([command, str(tmp_path / "r.toml"), *out, *words]) == 2
         said = capsys.readouterr().err
         assert (
-            "--hf-checkpoint /nowhere/model is not here" in said
-            and "the prompt file /nowhere/p.jsonl is not here" in said
+            "--hf-checkpoint /nowhere/model does not exist here" in said
+            and "the prompt file /nowhere/p.jsonl does not exist here" in said
         )
     (tmp_path / "hub.toml").write_text(text.replace("/nowhere/model", "Qwen/Qwen3-0.6B"))
     assert main(["run", str(tmp_path / "hub.toml"), *out]) == 2

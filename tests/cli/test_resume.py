@@ -41,7 +41,7 @@ def test_a_run_is_trained_for_longer(tmp_path: Path) -> None:
 
 def test_a_schedule_is_not_stretched(tmp_path: Path) -> None:
     job, rundir = finished(tmp_path, lr_decay_style="linear")
-    with pytest.raises(UsageError, match="--num-rollout 7: --lr-decay-style linear was laid out") as raised:
+    with pytest.raises(UsageError, match="--num-rollout 7: --lr-decay-style linear was planned for") as raised:
         extend_run(job, 7)
     assert f"--load {rundir.checkpoints}" in str(raised.value)
     assert read_options(rundir).num_rollout == 3

@@ -112,42 +112,42 @@ EIGHT = [partitions.Shape(3, "mix", 64, {"h100": 8}), partitions.Shape(1, "drain
             UP,
             61,
             None,
-            ["fail  trainer.partition gpu: time is 61 minutes, the most is 60"],
+            ["fail  trainer.partition gpu: time is 61 minutes, the partition's limit is 60"],
         ),
         (
             Component("trainer", 4, 8, 64),
             UP,
             60,
             None,
-            ["warn  trainer.partition gpu: 4 nodes with 8 GPUs and 64 CPUs asked for, 3 of 4"],
+            ["warn  trainer.partition gpu: 4 nodes with 8 GPUs and 64 CPUs requested, 3 of 4"],
         ),
         (
             Component("engine", 1, 9, 1),
             UP,
             60,
             None,
-            ["fail  engine.partition gpu: 1 node with 9 GPUs and 1 CPUs asked for; 0 of its 4"],
+            ["fail  engine.partition gpu: 1 node with 9 GPUs and 1 CPUs requested; 0 of its 4"],
         ),
         (
             Component("engine", 1, 8, 65),
             UP,
             60,
             None,
-            ["fail  engine.partition gpu: 1 node with 8 GPUs and 65 CPUs asked for; 0 of its 4"],
+            ["fail  engine.partition gpu: 1 node with 8 GPUs and 65 CPUs requested; 0 of its 4"],
         ),
         (
             Component("engine", 1, 1, 1),
             UP,
             60,
             "a100",
-            ["fail  engine.partition gpu: 1 node with 1 a100 GPU and 1 CPUs asked for; 0 of its 4"],
+            ["fail  engine.partition gpu: 1 node with 1 a100 GPU and 1 CPUs requested; 0 of its 4"],
         ),
         (
             Component("trainer", 5, 8, 1),
             UP,
             60,
             None,
-            ["fail  trainer.partition gpu: 5 nodes asked for, a job may have 4", "fail  "],
+            ["fail  trainer.partition gpu: 5 nodes requested, a job may have 4", "fail  "],
         ),
         (
             Component("rollout", 1, 0, 1),
@@ -261,7 +261,7 @@ def test_one_of_several_partitions_must_fit(tmp_path: Path, monkeypatch: pytest.
         return bad([*partitions.fits(site, [Component("trainer", 2, 8, 8)])])
 
     assert found("small,large") == found("large") == []
-    assert found("small")[0].startswith("fail  trainer.partition small: 2 nodes asked for, a job may have 1")
+    assert found("small")[0].startswith("fail  trainer.partition small: 2 nodes requested, a job may have 1")
     assert [line.split(":")[0] for line in found("small,none")] == [
         "fail  trainer.partition small",
         "fail  trainer.partition none",
@@ -531,16 +531,16 @@ def test_one_fault_on_one_node_is_one_line(
 def test_who_did_not_report_or_reported_twice_is_told() -> None:
     assert "fail  2 of 3 nodes reported (n1, n2)" in said(nodes("n1", "n2"), expected=3)[0]
     reports = nodes("n1", "n2")
-    assert any(line.startswith("fail  n1: 2 reports came from it") for line in said([*reports, reports[0]]))
+    assert any(line.startswith("fail  n1: it sent 2 reports") for line in said([*reports, reports[0]]))
 
 
 def test_loopback_and_duplicate_addresses() -> None:
     """The loopback and a duplicate address are not a network."""
     lo = nodes("n1", "n2")
-    assert any(("n[1-2]" in line and "address is the loopback's" in line) for line in said(lo, interface="lo"))
+    assert any(("n[1-2]" in line and "address is a loopback address" in line) for line in said(lo, interface="lo"))
     network = Network("eth0", "172.17.0.1", 24, 0)
     same = [base(networks=(network,))(report) for report in lo]
-    assert sum("has its address 172.17.0.1 too" in line for line in said(same, interface="eth0")) == 2
+    assert sum("has the same address 172.17.0.1" in line for line in said(same, interface="eth0")) == 2
 
 
 def test_the_same_on_several_hosts_is_one_line() -> None:
@@ -626,7 +626,7 @@ def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
     )
     findings = examine(job, tmp_path / "nodes", seconds=60)
     lines = "\n".join(finding.line() for finding in findings)
-    assert bad(findings) == ["fail  node[1-2]: its address is the loopback's; name the site's network: interface ="]
+    assert bad(findings) == ["fail  node[1-2]: its address is a loopback address; name the site's network: interface ="]
     assert "ok    all 2 nodes see one run" in lines
     assert "port is reached from 1 node\n" in lines and "clocks agree" in lines
 

@@ -322,7 +322,7 @@ def test_fp8_weights_are_quantised_on_the_fly(nursery: Nursery, tmp_path: Path) 
     assert side.distance() <= CLOSE
     checked = engines.options.model_copy(update={"check_weight_update_equal": True})
     with pytest.raises(
-        UsageError, match="--check-weight-update-equal cannot look into model.layers.0.self_attn.qkv_proj"
+        UsageError, match="--check-weight-update-equal cannot compare model.layers.0.self_attn.qkv_proj"
     ):
         Trainer(engines, checked)
     side.close()

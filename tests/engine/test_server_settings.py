@@ -125,7 +125,7 @@ def test_an_engine_over_hosts_is_one_vllm(model: str, monkeypatch: pytest.Monkey
     o = options(model, actor_num_gpus_per_node=8, rollout_num_gpus=32, rollout_num_gpus_per_engine=32)
     p = plan(o, *hosts)
     assert [place.host for place in p.engine_nodes(0)] == list("abcd")
-    with pytest.raises(HpcrlError, match="engine 0 lies on 4 hosts, and HPCRL_ENGINE_MEETING does not say"):
+    with pytest.raises(HpcrlError, match="engine 0 spans 4 hosts, and HPCRL_ENGINE_MEETING is not set"):
         flags(o, p, 0, 1, CUDA)
     meeting = MeetingPeer(host="10.0.0.1", port=4001, rpc_port=4002)
 
@@ -280,7 +280,7 @@ def test_text_part_of_a_model_with_images(model: str) -> None:
     for method in ("ngram", "suffix"):  # which need no files
         drafted = found(vllm={"speculative_config": {"method": method, "num_speculative_tokens": 2}})
         assert drafted["load_format"] == EMPTY and "hf_overrides" in drafted
-    with pytest.raises(UsageError, match="--vllm-speculative-config: .*would draft with"):
+    with pytest.raises(UsageError, match="--vllm-speculative-config: .*its drafting layers"):
         found(vllm={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}})
     for name, value in {"load_format": "auto", "hf_overrides": {"a": 1}, "quantization": "fp8"}.items():
         with pytest.raises(UsageError, match=f"--vllm-{name.replace('_', '-')}: .*qwen3_5 model"):
@@ -400,7 +400,7 @@ def test_an_older_vllm_is_refused(found: str, good: int) -> None:
     if good:
         check_version(found)
     else:
-        with pytest.raises(UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32.*oldest that hpcrl works"):
+        with pytest.raises(UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32.*oldest version that"):
             check_version(found)
 
 

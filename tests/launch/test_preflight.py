@@ -41,11 +41,11 @@ SETTINGS = {
 }
 #: the same of what is not here: an error where this machine runs it, a note where others may
 ABSENT = {
-    "--hf-checkpoint modle": "--hf-checkpoint modle is not here",
-    "--prompt-data q.jsonl": "the prompt file q.jsonl is not here",
-    "--load chekpoints": "--load chekpoints is not here",
+    "--hf-checkpoint modle": "--hf-checkpoint modle does not exist here",
+    "--prompt-data q.jsonl": "the prompt file q.jsonl does not exist here",
+    "--load chekpoints": "--load chekpoints does not exist here",
     "--load empty": f"--load empty holds no {TRACKER} and no config.json",
-    "--ref-load chekpoints --use-kl-loss": "--ref-load chekpoints is not here",
+    "--ref-load chekpoints --use-kl-loss": "--ref-load chekpoints does not exist here",
     "--rollout-sample-filter-path own.absent": "--rollout-sample-filter-path own.absent: own has no absent",
 }
 STRICT = ["run", "run --dry-run", "submit --dry-run", "doctor"]
@@ -104,14 +104,14 @@ def test_load_may_be_empty() -> None:
     other = Options(load="new", ref_load="model", hf_checkpoint="model")
     assert not absent([first, other], HostView())
     assert [error.what for error in absent([Options(load="new", hf_checkpoint="model")], HostView())] == [
-        "--load new is not here"
+        "--load new does not exist here"
     ]
     assert not absent([Options(load="new", hf_checkpoint="none", custom_rm_path="own.absent")], NOTHING)
 
 
 def test_held_out_sets_are_looked_for() -> None:
     evaluates = Options(hf_checkpoint="model", eval_config="sets.yaml", eval_interval=2)
-    assert [error.what for error in absent([evaluates], HostView())] == ["--eval-config sets.yaml is not here"]
+    assert [error.what for error in absent([evaluates], HostView())] == ["--eval-config sets.yaml does not exist here"]
 
 
 def test_an_adapter_to_begin_with_is_looked_at(folder: Path) -> None:

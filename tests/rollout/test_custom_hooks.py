@@ -245,11 +245,11 @@ def test_train_data_is_samples_or_slimes() -> None:
         ({"custom_reward_post_process_path": "nothing"}, "returned None; two lists"),
         (
             {"custom_convert_samples_to_train_data_path": "nothing"},
-            "returned NoneType, train data",
+            "returned NoneType, expected train data",
         ),
         (
             {"custom_convert_samples_to_train_data_path": "too_few"},
-            "returned SampleBatch of 1, train data of 4 samples",
+            "returned SampleBatch of 1, expected train data of 4 samples",
         ),
         ({"custom_convert_samples_to_train_data_path": "strange"}, ": teacher"),
         (

@@ -23,7 +23,7 @@ def test_cut_and_joined() -> None:
         cut = frames.cut(message)
         assert frames.joined(cut, size) == message
         assert max(map(len, cut)) <= frames.PIECE
-    with pytest.raises(ValueError, match="bytes, 100 are allowed"):
+    with pytest.raises(ValueError, match="bytes, at most 100 are allowed"):
         frames.joined([b"x" * 60, b"x" * 60], 100)
 
 

@@ -744,7 +744,7 @@ def test_a_client_with_keys_of_another_attempt_is_told(served: Served) -> None:
     path = served.rundir.keys / "queue-client-0.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(auth.client_keys(served.rundir, 0), server=public)))
     begun = time.monotonic()
-    with pytest.raises(PeerError, match=r"key of trainer DP.*0 on \S+; are.*keys.*server of one attempt"):
+    with pytest.raises(PeerError, match=r"key of trainer DP.*0 on \S+; do.*keys.*server belong to the same"):
         served.client()
     assert time.monotonic() - begun < 5
 
@@ -788,7 +788,7 @@ def test_welcome_of_another_run(served: Served, monkeypatch: pytest.MonkeyPatch)
     served.server._plan = Plan("run-b", 4, PLAN.trainers, (), HERE)
     with pytest.raises(
         PeerError,
-        match="run run-b, attempt 4, protocol 3;.*is of run run-a,.*0, protocol 3",
+        match="run run-b, attempt 4, protocol 3;.* to run run-a,.*0, protocol 3",
     ):
         served.client()
 

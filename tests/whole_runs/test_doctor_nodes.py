@@ -90,7 +90,7 @@ def test_unsatisfiable_before_submission(cluster: Cluster, tmp_path: Path, task:
     for setting, message in cases:
         done = doctor(cluster, tmp_path, task, "--set", setting)
         assert done.returncode == 1 and message in done.stdout, done.stdout
-        assert "nodes were not looked" in done.stderr
+        assert "nodes were not checked" in done.stderr
 
 
 def test_a_self_test_over_two_nodes(cluster: Cluster, tmp_path: Path) -> None:

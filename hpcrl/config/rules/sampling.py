@@ -65,7 +65,7 @@ def check_filling(o: Options) -> None:
         raise UsageError(
             f"--over-sampling-batch-size {o.over_sampling_batch_size} is less than --rollout-batch-size "
             f"{o.rollout_batch_size}",
-            "it is how many groups are issued at a time",
+            "raise it to at least that",
         )
     for name, function in FILTER_FUNCTIONS.items():
         value, built_in = getattr(o, name), PluginFolder(FILTERS, function)

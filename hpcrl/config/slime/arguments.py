@@ -123,7 +123,7 @@ def split_flags(words: Sequence[str]) -> dict[str, list[str]]:
         elif flag:
             given[flag].append(word)
         else:
-            raise UsageError(f"{word} belongs to no flag", "what follows -- are the arguments of train.py")
+            raise UsageError(f"{word} does not follow a flag", "what follows -- are the arguments of train.py")
     return given
 
 
@@ -174,7 +174,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     if any(split_name(name)[0] for name in values):
         raise UsageError(f"{words[0]} is an unknown option", "arguments of train.py have no stages")
     if rest:
-        raise UsageError(f"{words[0]} takes no such words: {' '.join(rest)}")
+        raise UsageError(f"{words[0]} does not accept these words: {' '.join(rest)}")
     return values
 
 
@@ -212,7 +212,7 @@ def _unlisted(flag: str, words: Sequence[str]) -> FlagReading:
         name = flag.removeprefix("sglang-")
         close = nearest(f"vllm-{name}", [verdict.text for verdict in verdicts().values() if verdict.way == "is"])
         hint = f"; did you mean --{close}?" if close else ""
-        return FlagReading("refused", (), f"the engines are vLLM's, whose settings are written --vllm-...{hint}")
+        return FlagReading("refused", (), f"the engines run vLLM: its settings are --vllm-...{hint}")
     return FlagReading("kept", (f"--{flag}", *words))
 
 

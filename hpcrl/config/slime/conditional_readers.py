@@ -56,7 +56,7 @@ def engine_tensor_parallel(flag: str, given: Given) -> FlagReading:
     for name in others:
         size *= number(one(given, f"vllm-{name}-parallel-size"))
     if size == engine:
-        return FlagReading("needless", (), "it is what follows from --rollout-num-gpus-per-engine")
+        return FlagReading("needless", (), "it follows from --rollout-num-gpus-per-engine")
     return FlagReading("refused", (), f"it follows from --rollout-num-gpus-per-engine, {engine:g}: leave it out")
 
 
@@ -69,8 +69,8 @@ def role_settings(flag: str, given: Given) -> FlagReading:
         why = error.what.removeprefix(f"{ROLES} {path}: ").replace(f"{ROLES} {path}", "it")
         return FlagReading("refused", (), "; ".join(filter(None, [why, error.hint])))
     if not words:
-        return FlagReading("needless", (), "what it says of roles is what holds anyway")
-    return FlagReading("translated", words, "what roles differ in are options of their own")
+        return FlagReading("needless", (), "it repeats the defaults of the roles")
+    return FlagReading("translated", words, "hpcrl has options for what differs between roles")
 
 
 def _role_words(path: str, given: Given) -> Iterator[str]:

@@ -67,7 +67,7 @@ def _check(found: Mapping[Any, Any], path: str) -> None:
     if unknown := [str(name) for name in found if name not in (*WEIGHTS, *REJECTION, *SWITCHES)]:
         raise UsageError(
             f"{where}: {', '.join(unknown)}: not settings of MIS that hpcrl has",
-            "take it out; settings of other custom functions belong in [custom] of the recipe",
+            "remove it; settings of other custom functions belong in [custom] of the recipe",
         )
     for name in SWITCHES:
         if not isinstance(found.get(name, False), bool | None):
@@ -80,4 +80,4 @@ def _check(found: Mapping[Any, Any], path: str) -> None:
     for name in ("tis_upper_bound", "tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
         value = found.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            raise UsageError(f"{where}: {name}: {value} is not a number above 0", "YAML wants a dot in it: 1.0e-4")
+            raise UsageError(f"{where}: {name}: {value} is not a number above 0", "YAML needs a dot in it: 1.0e-4")

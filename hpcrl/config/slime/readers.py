@@ -42,9 +42,9 @@ def own_function(flag: str, given: Given) -> FlagReading:
             "refused", (), "; ".join(filter(None, [error.what.removeprefix(f"--{flag} {path} "), error.hint]))
         )
     if not mine:
-        return FlagReading("needless", (), "it is what is done anyway")
+        return FlagReading("needless", (), "hpcrl always does this")
     if flag not in own():
-        return FlagReading("refused", (), "there is no place for such a function yet")
+        return FlagReading("refused", (), "hpcrl does not call such a function yet")
     return FlagReading("kept" if mine == path else "translated", (f"--{flag}", mine))
 
 
@@ -71,7 +71,7 @@ def rollout_function(flag: str, given: Given) -> FlagReading:
             return FlagReading("translated", ("--apply-chat-template",), why)
         return FlagReading("refused", (), "it belongs to --loss-type sft_loss")
     if path.endswith("fully_async_rollout.generate_rollout_fully_async"):  # slime's example is in its own directory
-        return FlagReading("translated", ("--loop", "fully-async"), "that function is a loop here")
+        return FlagReading("translated", ("--loop", "fully-async"), "hpcrl has this function as a loop")
     return own_function(flag, given)
 
 
@@ -145,7 +145,7 @@ def reward(flag: str, given: Given) -> FlagReading:
         if "eval-interval" in given:
             why = "it grades held-out responses; the teacher alone says what is learned"
             return FlagReading("kept", (f"--{flag}", *given[flag]), why)
-        return FlagReading("needless", (), "slime's function that asks the teacher takes its place: every reward is 0")
+        return FlagReading("needless", (), "slime's function asks the teacher instead: every reward is 0")
     if _only_taught(given):
         why = "without --label-key every reward is 0, and the teacher alone says what is learned"
         if "advantage-estimator" not in given:  # whose reader says so otherwise
@@ -159,7 +159,7 @@ def estimator(flag: str, given: Given) -> FlagReading:
     if asks_a_server(given):
         own = () if "use-opd" in given else ("--use-opd", "--opd-type", "vllm")
         return FlagReading(
-            "translated", (f"--{flag}", "none", *own), "the teacher alone says what is learned: no rewards"
+            "translated", (f"--{flag}", "none", *own), "only the teacher's signal is learned: no rewards"
         )
     if one(given, flag) == "on_policy_distillation":  # slime's, before it had --use-opd
         why = "it is --use-opd now, with --advantage-estimator none, --opd-type vllm and --opd-teacher-url URL"
@@ -189,9 +189,9 @@ def spec(flag: str, given: Given) -> FlagReading:
     not there."""
     words = tuple(given[flag])
     if words[:1] == ("none",):
-        return FlagReading("refused", (), f"{' '.join(words[1:])} is of no family that hpcrl has")
+        return FlagReading("refused", (), f"{' '.join(words[1:])} belongs to no model family of hpcrl")
     if words and words[0].startswith(("slime_plugins.", "vime_plugins.")) and words not in SPECS:
-        return FlagReading("refused", (), "this model is of no family that hpcrl has")
+        return FlagReading("refused", (), "this model belongs to no model family of hpcrl")
     return FlagReading("kept", (f"--{flag}", *words))
 
 
@@ -256,7 +256,7 @@ def expert_parallel(flag: str, given: Given) -> FlagReading:
         return FlagReading("needless", (), "experts are not spread over GPUs")
     if size == engine:
         return FlagReading(
-            "translated", ("--vllm-enable-expert-parallel",), "vLLM spreads them over all GPUs of the engine"
+            "translated", ("--vllm-enable-expert-parallel",), "vLLM spreads experts over all GPUs of the engine"
         )
     return FlagReading(
         "refused", (), f"vLLM spreads experts over all {engine} GPUs of an engine (--rollout-num-gpus-per-engine)"
@@ -274,9 +274,9 @@ def all_to_all(flag: str, given: Given) -> FlagReading:
     """Which all-to-all the experts of an engine use; with --sglang-deepep-mode, one setting of vLLM's."""
     name = one(given, flag)
     if name == "none":
-        return FlagReading("needless", (), "it is vLLM's own choice then")
+        return FlagReading("needless", (), "vLLM then chooses it")
     if name != "deepep":
-        return FlagReading("refused", (), "deepep is the one that vLLM has too")
+        return FlagReading("refused", (), "vLLM has only deepep of these")
     return FlagReading("translated", ("--vllm-all2all-backend", deepep_kind(given)))
 
 
@@ -287,7 +287,7 @@ def speculation(flag: str, given: Given) -> FlagReading:
     steps = one(given, "sglang-speculative-num-steps")
     if name.upper() not in ("EAGLE", "NEXTN") or "sglang-speculative-draft-model-path" in given:
         return FlagReading(
-            "refused", (), "what is translated is EAGLE with the model's own layers; write --vllm-speculative-config"
+            "refused", (), "only EAGLE with the model's own layers is translated; use --vllm-speculative-config"
         )
     if not steps.isdecimal():
         return FlagReading(

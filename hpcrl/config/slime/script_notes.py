@@ -105,7 +105,7 @@ def _model_note(call: Sequence[str], known: bool) -> str:
     name = Path(file).stem
     family = model_families().get(name, "")
     if not family:
-        return f"source {file}: {found}, and {name} is of no family that hpcrl has"
+        return f"source {file}: {found}, and {name} belongs to no model family of hpcrl"
     return f"source {file}: {found}, and none needed: {name} is a {family} model, described by its config.json"
 
 

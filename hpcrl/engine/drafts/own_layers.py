@@ -77,7 +77,7 @@ def own_layers(worker: Any) -> OwnLayers | None:
     if os.environ.get(REFRESHED) != "1":
         return None
     if (drafter := worker.get_draft_model()) is None:
-        raise ValueError("the run's updates bring layers to draft with, and this engine drafts with none")
+        raise ValueError("the run's updates bring drafting layers, but this engine drafts with none")
     return OwnLayers(drafter, worker.model_runner.get_model(), worker.vllm_config.speculative_config.draft_model_config)
 
 

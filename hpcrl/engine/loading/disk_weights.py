@@ -34,7 +34,7 @@ def check_digest(path: Path, digest: str) -> None:
         while chunk := file.read(CHUNK):
             found.update(chunk)
     if found.hexdigest() != digest:
-        raise ValueError(f"{path} holds other bytes than were written")
+        raise ValueError(f"{path} differs from what was written")
 
 
 def tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -48,7 +48,7 @@ class EmptyStart(DefaultModelLoader):
         directory = Path(model_config.model)
         names = listing(directory)
         if not names or _has_online_quant(model):
-            say("the model is read from its files: only those of safetensors say what an update brings")
+            say("the model's weights are read from its files: an empty start needs safetensors")
             super().load_weights(model, model_config)
             return
         config = read_config(directory)

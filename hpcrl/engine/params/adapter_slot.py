@@ -84,7 +84,7 @@ class AdapterSlot:
                     pieces |= self._pieces(layer, slices, matrix)
         if missing := sorted(weight for weight in wanted if lora_name(weight, "B") not in pieces):
             kinds = ", ".join(dict.fromkeys(map(leaf, missing)))
-            raise ValueError(f"vLLM has no place for the adapter of {kinds} ({missing[0]}): give --lora-serve merged")
+            raise ValueError(f"vLLM does not support an adapter of {kinds} ({missing[0]}): give --lora-serve merged")
         return Holdings(pieces, (), {})
 
     def show_base(self, alone: bool) -> None:

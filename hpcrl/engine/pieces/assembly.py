@@ -86,7 +86,7 @@ class Assembly:
                     self.mine.setdefault(number, []).append((count, piece))
         if wrong := [name for name, count in coming.items() if count != self.size[name]]:
             raise ValueError(
-                f"of {wrong[0]} {coming[wrong[0]]} elements would come, this worker needs {self.size[wrong[0]]}"
+                f"{wrong[0]}: the update brings {coming[wrong[0]]} elements, this worker needs {self.size[wrong[0]]}"
             )
         self.borrowable = self._of_one_round() if borrow else frozenset()
 

@@ -109,7 +109,7 @@ class PieceReceiver:
     def _load(self, load: Load, complete: list[tuple[str, torch.Tensor]], last: bool) -> None:
         """Have what is complete loaded; after this the messages that it came in are not read again."""
         if last and not self.assembly.complete():
-            raise ValueError("the last round was taken and something is missing")
+            raise ValueError("the last round has arrived, but tensors are incomplete")
         try:
             if last or complete:
                 load(complete, last)
@@ -192,11 +192,11 @@ def join(command: WorkerJoinCommand, worker: str, held: Holdings) -> Future[Piec
     for tensor in receive_plan.tensors:
         if held.wants(tensor.name) != (tensor.shape, tensor.dtype):
             raise ValueError(
-                f"{tensor.name} is to come as {tensor.dtype}{list(tensor.shape)}, the model takes "
+                f"{tensor.name} arrives as {tensor.dtype}{list(tensor.shape)}, the model needs "
                 f"{held.wants(tensor.name)}"
             )
     if missing := held.wanted - {tensor.name for tensor in receive_plan.tensors}:
-        raise ValueError(f"{len(missing)} tensors are not to come, the first is {min(missing)}")
+        raise ValueError(f"{len(missing)} tensors are missing from the update, the first is {min(missing)}")
     mine = {tensor.name: held.span(tensor.name, tensor.shape) for tensor in receive_plan.tensors}
     own_host = os.environ.get("VLLM_HOST_IP") or update_group.host
     device = current_device()

@@ -242,7 +242,7 @@ def _check_hosts(pulse: HeartbeatMonitor, hosts: Sequence[str], seconds: float, 
             continue
         what = f"the process of host {silent.name} {silent}"
         if said := write_obstacle(rundir.here):  # where we cannot write, neither can it
-            raise PeerError(f"{said}; no host can give a sign of life there", "the last checkpoint is good")
+            raise PeerError(f"{said}; no host can report that it is alive there", "the last checkpoint is good")
         rundir.fail("launcher", 0, what)
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 

@@ -151,7 +151,7 @@ class StageAttempts:
             return make_plan(self.options, hosts, self.run_id, rundir.attempt + 1, self.held_hosts.kept)
         except UsageError:
             if self.options.spares:
-                say("no spare host is left that could take a place")
+                say("no spare host is left")
             return None
 
     def _raise_final(self, error: HpcrlError, why: str) -> None:

@@ -1,7 +1,7 @@
 """Whether a run that is started again and again gets anywhere.
 
 Invariant: a run that has failed in FRUITLESS attempts one after another without a new checkpoint, on disk or in memory,
-is not started again by itself, neither in its job nor in another.
+is the run is not restarted automatically, neither in its job nor in another.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_headway(root: Path, restarts: int) -> None:
         say(f"note: {error}; restarts without a new checkpoint are not counted from here")
     if len(seen) > FRUITLESS and all(place == here for place in seen):
         raise HpcrlError(
-            f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
+            f"{FRUITLESS} restarts without a new checkpoint: the run is not restarted automatically",
             f"see the logs of the last attempts; then continue with hpcrl resume {root}",
         )
 

@@ -203,7 +203,7 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         rest = ours.children(recursive=True)  # an ssh to a host whose link is cut would outlive it
         end_processes([ours], 5.0)
         end_processes(rest, 0.5)
-        print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
+        print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was killed; is a host down?", file=sys.stderr)
         status = 1 if listener.status is None else listener.status
     until = Deadline(REST)
     while not late and listener.wait(0.2) and not until.over:
@@ -217,7 +217,7 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     if listener.status is not None:  # the run was over: how its processes went after that says nothing of it
         return listener.status
     if status < 0:
-        raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
+        raise HpcrlError(f"mpirun {how_it_ended(status)}", "its processes have ended with it")
     return status
 
 

@@ -63,7 +63,8 @@ def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Se
         hosts = [Host(names[m], gpus[next(i for i, r in enumerate(reports) if r.hostname == m)]) for m in machines]
         if bare := [host.name for host in hosts if not host.slots]:
             raise UsageError(
-                f"host {bare[0]} shows no GPU, so its slots are not known", "give the hostfile: --hostfile FILE"
+                f"host {bare[0]} shows no GPU, so the number of its slots is unknown",
+                "give the hostfile: --hostfile FILE",
             )
     places = [RankPlace(rank, names[report.hostname]) for rank, report in enumerate(reports)]
     return Placement(tuple(places), tuple(hosts))

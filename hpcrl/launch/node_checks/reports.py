@@ -125,9 +125,7 @@ def _shown(report: NodeReport) -> str:
 def _answered(reports: Sequence[NodeReport], expected: int | None) -> Iterator[Finding]:
     for host, times in Counter(report.host for report in reports).items():
         if times > 1:
-            yield Finding(
-                "fail", host, f"{times} reports came from it", "one task a node: see the site's srun and launcher"
-            )
+            yield Finding("fail", host, f"it sent {times} reports", "one task a node: see the site's srun and launcher")
     if expected is not None and len(reports) < expected:
         came = ", ".join(report.host for report in reports)
         yield Finding(
@@ -166,11 +164,11 @@ def _network(reports: Sequence[NodeReport], interface: str | None) -> Iterator[F
     addresses = Counter(network.address for network in chosen.values())
     for host, network in chosen.items():
         if len(chosen) > 1 and network.interface == "lo":
-            yield Finding("fail", host, "its address is the loopback's", "name the site's network: interface =")
+            yield Finding("fail", host, "its address is a loopback address", "name the site's network: interface =")
         elif addresses[network.address] > 1:
             same = ", ".join(other for other, n in chosen.items() if n.address == network.address and other != host)
             yield Finding(
-                "fail", host, f"{same} has its address {network.address} too", "name another network: interface ="
+                "fail", host, f"{same} has the same address {network.address}", "name another network: interface ="
             )
     speeds = {host: network.speed for host, network in chosen.items() if network.speed}
     if speeds and len(set(speeds.values())) > 1:

@@ -28,7 +28,7 @@ def cancel(job_id: str) -> None:
         HpcrlError: with Slurm's words if it does not.
     """
     if not squeue.is_number(job_id):
-        raise HpcrlError(f"{job_id} is no number of a Slurm job", "see squeue --me")
+        raise HpcrlError(f"{job_id} is not a Slurm job ID", "see squeue --me")
     answer = squeue.call(["scancel", job_id])
     if answer.code:
         raise HpcrlError(f"scancel {job_id}: {answer.last_output}", "see squeue")

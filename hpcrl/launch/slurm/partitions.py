@@ -250,10 +250,14 @@ def judge_component(
         wrong.append(Finding("fail", "", f"{where} is {partition.state}", set_it))
     if limit > partition.limit:
         hint = f"a run continues by requeueing: lower time, or {set_it}"
-        wrong.append(Finding("fail", "", f"{where}: time is {limit} minutes, the most is {partition.limit:.0f}", hint))
+        wrong.append(
+            Finding(
+                "fail", "", f"{where}: time is {limit} minutes, the partition's limit is {partition.limit:.0f}", hint
+            )
+        )
     if need.nodes > partition.nodes:
         wrong.append(
-            Finding("fail", "", f"{where}: {need.nodes} nodes asked for, a job may have {partition.nodes:.0f}", set_it)
+            Finding("fail", "", f"{where}: {need.nodes} nodes requested, a job may have {partition.nodes:.0f}", set_it)
         )
     fitting = [
         shape
@@ -272,11 +276,11 @@ def judge_component(
     if have < need.nodes:
         hint = f"ask for less (gpus_per_node, cpus_per_node, mem, nodes), or {set_it}"
         wrong.append(
-            Finding("fail", "", f"{where}: {asked} asked for; {have} of its {partition.total} nodes have that", hint)
+            Finding("fail", "", f"{where}: {asked} requested; {have} of its {partition.total} nodes have that", hint)
         )
     elif up < need.nodes:
         wrong.append(
-            Finding("warn", "", f"{where}: {asked} asked for, {up} of {have} such nodes are up", "it will wait")
+            Finding("warn", "", f"{where}: {asked} requested, {up} of {have} such nodes are up", "it will wait")
         )
     return wrong or [Finding("ok", "", f"{where} holds {asked} for {limit} minutes; {up} such now up")]
 

@@ -78,7 +78,7 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
         words = tuple(shlex.split(step))
         if words and words[-1].endswith("task.sh") and not Path(words[-1]).is_file():
             raise UsageError(
-                f"HPCRL_STEP_{index} starts {words[-1]}, which is not here",
+                f"HPCRL_STEP_{index} starts {words[-1]}, which does not exist",
                 "submit the script from the directory that holds it, or print it again with hpcrl submit --print",
             )
         found.append(_trimmed_group(HetGroup(tuple(nodes), slots, words)))
@@ -86,7 +86,7 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
     if not 0 <= spares < len(first.nodes):
         raise UsageError(
             f"HPCRL_SPARES={spares}: the first component of the job has {len(first.nodes)} nodes",
-            "ask for as many nodes more as are to be spare",
+            "request one more node for each spare",
         )
     return (
         [dataclasses.replace(first, spares=first.nodes[len(first.nodes) - spares :]), *found[1:]] if spares else found

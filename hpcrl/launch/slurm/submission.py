@@ -79,7 +79,9 @@ def submit_new(
     """
     site = chained(site, chain)
     if not can_submit():
-        raise UsageError("sbatch is not here", "submit from a login node of the cluster; hpcrl run needs no Slurm")
+        raise UsageError(
+            "no sbatch on this machine", "submit from a login node of the cluster; hpcrl run needs no Slurm"
+        )
     shown = preview(recipe, overrides, site)
     refuse_unfit(shown.request, shown.site)
     refuse_absent_files(shown)
@@ -177,7 +179,7 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
     """
     site = saved_site(record.site or {}).again()
     if not can_submit():
-        raise UsageError("sbatch is not on this node", "submit from a login node")
+        raise UsageError("no sbatch on this machine", "submit from a login node")
     site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
     job = reopen_job(root)
     submission = Submission(job, list(job.stages), make_request(job.stages, site), site)
@@ -187,7 +189,7 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
 def _check_gone(root: Path, record: JobFile) -> None:
     """Raise UsageError if the run's job, or a later one of its chain, is still queued or running."""
     if not record.job_id and time.time() - record.submitted < SUBMITTING:
-        raise UsageError(f"{root} is being submitted", f"if that was cut short, wait {SUBMITTING:.0f} s")
+        raise UsageError(f"another process is submitting {root}", f"if it was interrupted, wait {SUBMITTING:.0f} s")
     keys = [
         JobKey(name, record.identity, record.submitted, history=False)
         for name in (record.job_id, *later_jobs(record))

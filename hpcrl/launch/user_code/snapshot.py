@@ -83,7 +83,7 @@ def begin_code(
     needed = directories_of(modules, path, first)
     folders = [folder for folder in needed if not is_home(folder)]
     for folder in dict.fromkeys(needed).keys() - {*folders}:
-        say(f"{folder} is or holds a home directory and is not copied: later edits count in the run")
+        say(f"{folder} is a home directory or contains one, so it is not copied: later edits change the run")
     places, records = dict[Path, str](), list[CodeFile]()
     for base, names in outermost(folders, recipe, root).items():
         place = places[base] = _place_of(base, [*places.values(), PATH])
@@ -128,9 +128,9 @@ def _check_modules(modules: Iterable[str], copies: Sequence[str], path: Sequence
         spec = find_module(top, path, top=True)
         where = next(iter([*(spec.submodule_search_locations or []), spec.origin] if spec else []), None)
         if spec is None:
-            say(f"{module} is not here and cannot be copied: the run imports what its machines have")
+            say(f"{module} is not on this machine and cannot be copied: the run imports the module of its own machines")
         elif where and not is_installed(Path(where)):
-            say(f"{module} is imported from {where} and is not copied: later edits count in the run")
+            say(f"{module} is imported from {where} and is not copied: later edits change the run")
 
 
 def _refuse_two_of_a_name(functions: Iterable[str], folders: Iterable[str]) -> None:
@@ -236,7 +236,7 @@ def resume_code(root: Path, live: bool | None) -> None:
     if changed:
         say(
             f"{_some(changed)} changed since the run was begun: it imports the copies in {folder}, as before; "
-            "hpcrl resume --live-code imports what is there now"
+            "hpcrl resume --live-code imports the current files"
         )
     if absent:
         say(f"{_some(absent)} cannot be read here: the run imports the copies in {folder}, as before")
@@ -277,4 +277,4 @@ def note_changed_scripts(root: Path) -> None:
     """Say which scripts of the prepare commands are not what they were when the run was begun: they run as they are."""
     changed, absent = changed_files(root, copied=False)
     if changed := [*changed, *absent]:
-        say(f"{_some(changed)} changed since the run was begun: it prepares with what is there now")
+        say(f"{_some(changed)} changed since the run was begun: it prepares with the current files")

@@ -59,7 +59,7 @@ def convert_adapter(source: Path, output: Path, origin: Path, force: bool = Fals
             found |= {name: part for name, part in zip(rule.hf, parts, strict=True) if name not in matrix.absent}
         found |= {copy: found[name].clone() for copy, name in matrix.copies.items()}
     if extra := set(stored.tensors) - {rule.megatron for matrix in matrices for rule in matrix.rules}:
-        raise DataError(f"{source} holds {min(extra)}, which is of no adapter of --origin-hf-dir's model")
+        raise DataError(f"{source} holds {min(extra)}, which no adapter of --origin-hf-dir's model has")
     targets = target_names(matrices, adapted(tensors, replace(settings, targets=(ALL,), excluded=())))
     with directory(output, force) as staging:
         write_adapter(staging, found, settings, targets, str(record.get("over") or origin), record["base"])
@@ -82,7 +82,7 @@ def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3
             found = "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
             raise DataError(
                 f"{base} has no matrix {weight} of {list(wanted)} in bf16 or fp32 ({found})",
-                "is it the base of this adapter, and not coded in FP8?",
+                "is it the base of this adapter, and not in FP8?",
             )
     _check_base(base, names, base_digest_of(adapter))
     plan = [[TensorHeader(name, getattr(torch, entry.dtype), tuple(entry.shape))] for name, entry in names.items()]

@@ -188,7 +188,7 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
         raise DataError(f"{stored.path} has no {_some(missing)}", "is it a checkpoint of --origin-hf-dir's model?")
     if extra := sorted(stored.tensors.keys() - used):
         raise DataError(
-            f"{stored.path} holds {_some(extra)}, which {family.model_type} has not",
+            f"{stored.path} holds {_some(extra)}, which {family.model_type} does not have",
             "is it a checkpoint of --origin-hf-dir's model?",
         )
     _check_counts(stored, config)

@@ -182,6 +182,6 @@ def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantizat
         ):
             return Quantization(weights["strategy"], None, power)
     raise DataError(
-        f"{where} has a quantization_config ({method}) that weights cannot be brought to during a run",
+        f"{where} has a quantization_config ({method}) that hpcrl cannot convert updates to",
         "give a checkpoint of hpcrl convert to-fp8, or one without quantisation",
     )

@@ -142,7 +142,7 @@ class Scheme:
         """
         if STACKED.search(name) or (len(shape) == 3 and ".experts." in name):
             raise DataError(
-                f"{name} holds all experts of a layer in one tensor", "bring a checkpoint with one tensor for each"
+                f"{name} holds all experts of a layer in one tensor", "use a checkpoint with one tensor for each expert"
             )
         if self.chosen is not None:
             return name in self.chosen

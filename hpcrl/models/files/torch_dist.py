@@ -170,7 +170,7 @@ def _places(metadata: Any) -> dict[MetadataIndex, Any]:
     for index, info in metadata.storage_data.items():
         name = info.relative_path
         if type(index) is not MetadataIndex or type(name) is not str or not name or Path(name).name != name:
-            raise ValueError(f"it says that {index} is in {name!r}, which is no name of a file next to it")
+            raise ValueError(f"it places {index} in {name!r}, which is not a file next to it")
         if not _is_count(info.offset) or not _is_count(info.length):
             raise ValueError(f"it says that {index} is {info.length!r} bytes from {info.offset!r} on")
     return dict(metadata.storage_data)

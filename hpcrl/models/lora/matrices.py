@@ -132,7 +132,7 @@ def adapted(tensors: Iterable[tuple[str, Rule]], settings: LoraSettings) -> list
             found.append(AdaptedMatrix(rule, tuple(parts), settings.rank, settings.shared_inputs))
     for flag, given in (("--target-modules", settings.targets), ("--exclude-modules", settings.excluded)):
         if idle := [target for target in given if target not in used]:
-            raise UsageError(f"{flag} {idle[0]} names no linear layer of this model", f"there are: {_known(tensors)}")
+            raise UsageError(f"{flag} {idle[0]} matches no linear layer of this model", f"there are: {_known(tensors)}")
     if not found:
         raise UsageError("--target-modules and --exclude-modules leave no layer with an adapter", "change one of them")
     return found

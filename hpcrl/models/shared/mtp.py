@@ -83,7 +83,7 @@ def check_heads(o: Options, family: Family, config: Config) -> None:
     if not family.heads:
         having = ", ".join(sorted(name for name, other in registry().items() if other.heads))
         raise UsageError(
-            f"{shown}: of a {family.model_type} model hpcrl leaves out the layers that predict further tokens",
+            f"{shown}: hpcrl does not train the layers of a {family.model_type} model that predict further tokens",
             f"leave it out: it trains those of {having}",
         )
     if asked > min(known, MOST):

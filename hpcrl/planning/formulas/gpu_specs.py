@@ -53,8 +53,8 @@ def named(name: str) -> Card:
     """
     if name not in CARDS:
         raise UsageError(
-            f"--gpu {name}: its rates are not known",
-            f"known: {', '.join(sorted(CARDS))}; for another, take the nearest and give --gpu-memory",
+            f"--gpu {name}: its speed is unknown",
+            f"known: {', '.join(sorted(CARDS))}; for another, name the nearest one and give --gpu-memory",
         )
     return CARDS[name]
 

@@ -46,9 +46,9 @@ def memory_lines(
         if (mine := share(options, family, config, gpu * GIB)) < (own := utilization(options)):
             yield (
                 f"    it is started with --vllm-gpu-memory-utilization {mine:.2f}, not vLLM's own {own:g}, "
-                "so that a weight update fits as well"
+                "so that a weight update also fits"
             )
-        yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} samples of full length at once"
+        yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} full-length samples together"
     if engine and options.takes_turns:
         yield f"  of both on one GPU while {_list_terms(turns(options, trainer, engine))}"
     taken = on_host(options, trainer, engine)

@@ -17,7 +17,7 @@ from typing import Any
 from hpcrl.rollout.endpoint.session import BadRequest, Session
 from hpcrl.rollout.samplers.trajectory import Turn
 
-ENDED = "ended_early"  #: the code of a request whose response is not wanted any more
+ENDED = "ended_early"  #: the code of a request whose response is no longer needed
 #: fields of a request with the values that ask for nothing else than what is done anyway
 _USUAL: dict[str, Callable[[Any], bool]] = {
     "logprob_start_len": lambda value: isinstance(value, int),

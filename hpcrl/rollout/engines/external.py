@@ -133,7 +133,7 @@ class ExternalEngine:
             core, said = await answer(self._at, CORE) if health == 200 else (SILENT, None)
             if core == LATE:
                 return (
-                    f"{self._name} hangs: its engine core has been at {(said or {}).get('error', 'a call')} "
+                    f"{self._name} hangs: its engine core has been busy with {(said or {}).get('error', 'a call')} "
                     "(--update-timeout)"
                 )
             if core > 0:

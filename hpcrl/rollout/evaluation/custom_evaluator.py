@@ -67,7 +67,7 @@ class HeldOutSource:
             return [sample]
         if (sample.group_index, sample.response_index) not in self._asked:
             raise ValueError(
-                f"response {sample.response_index} of group {sample.group_index} is none of this evaluation's"
+                f"response {sample.response_index} of group {sample.group_index} does not belong to this evaluation"
             )
         held, asked = self._asked[sample.group_index, sample.response_index]
         return [(await self._evaluator.one(held, asked)).replace(group_index=sample.group_index)]
@@ -115,7 +115,7 @@ class CustomEvaluator:
             rows = {source.names[0]: rows}
         if not isinstance(rows, Mapping) or not all(isinstance(name, str) and NAME.fullmatch(name) for name in rows):
             raise HpcrlError(
-                f"{self._shown} returned {short(rows)}, samples or numbers by the name of the set are wanted"
+                f"{self._shown} returned {short(rows)}, expected samples or numbers by the name of the set"
             )
         if missing := [name for name in source.sets if name not in rows]:
             raise HpcrlError(
@@ -131,7 +131,7 @@ class CustomEvaluator:
         """What was returned of a set: its samples, slime's lists, or numbers."""
         shown = f"{self._shown}, set {name},"
         rewards = row.get("rewards") if isinstance(row, Mapping) else None
-        given = expect(shown, rewards, "finite rewards are wanted", floats) if rewards is not None else None
+        given = expect(shown, rewards, "finite rewards are expected", floats) if rewards is not None else None
         if isinstance(row, Mapping) and isinstance(row.get("samples"), list):
             row = _flat(row["samples"])
             if given is not None and len(given) != len(row):
@@ -141,7 +141,7 @@ class CustomEvaluator:
         if isinstance(row, list):
             made.samples[name] = self._samples(source, name, _flat(row))
         elif given:
-            truncated = expect(shown, row.get("truncated") or [], "finite numbers are wanted", floats)
+            truncated = expect(shown, row.get("truncated") or [], "finite numbers are expected", floats)
             right = float(all(reward in (0, 1) for reward in given))
             means = {"accuracy": sum(given) / len(given), "n": float(len(given)), "right_or_wrong": right}
             made.numbers[name] = means | ({"truncated_ratio": sum(truncated) / len(truncated)} if truncated else {})
@@ -174,7 +174,7 @@ class CustomEvaluator:
         if sorted(found) != wanted:
             raise HpcrlError(
                 f"{self._shown} returned {len(found)} responses of the set {name}, "
-                f"{held.eval_set.n_samples} to each of its {len(held.file)} prompts are wanted",
+                f"{held.eval_set.n_samples} to each of its {len(held.file)} prompts are expected",
                 f"a part of a set is named PATH@[:{max(1, len(found) // held.eval_set.n_samples)}]",
             )
         if twice := next((key for key, several in found.items() if len(several) > 1), None):
@@ -187,7 +187,7 @@ class CustomEvaluator:
             held, _, key = name.removeprefix("eval/").partition("/")
             if not key or held not in {*made.samples, *made.numbers}:
                 raise HpcrlError(
-                    f"{self._shown} returned the metric {name!r}, SET/NAME of a set that it returned is wanted"
+                    f"{self._shown} returned the metric {name!r}, expected SET/NAME of a set that it returned"
                 )
             made.numbers.setdefault(held, {})[key] = value
 

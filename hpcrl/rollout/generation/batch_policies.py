@@ -209,7 +209,7 @@ class StalenessControl:
 
     def issue(self, number: int, oldest: int | None = None) -> bool:
         if number in self._groups:
-            raise ValueError(f"group {number} is issued already")
+            raise ValueError(f"group {number} has already been issued")
         if oldest is not None and not self._admits(oldest):
             return False
         self._groups[number] = OutstandingGroup(self.engines if oldest is None else oldest, self._issued, number)

@@ -45,7 +45,7 @@ class RolloutSource:
         """--n-samples-per-prompt samples of each of the next `count` prompts: with prompt, label and metadata, status
         "pending"."""
         if not isinstance(count, int) or count < 1:
-            raise ValueError(f"get_samples({short(count)}): a number from 1 is wanted")
+            raise ValueError(f"get_samples({short(count)}): expected a number from 1")
         taken = await self._store.next_groups(count, self._rollout_id, self._version, self._consumed)
         return [self._pending(progress) for progress in sorted(taken, key=lambda progress: progress.number)]
 
@@ -62,7 +62,7 @@ class RolloutSource:
         if sample.status != PENDING:
             return [sample]
         if sample.group_index not in self._store.held:
-            raise ValueError(f"group {sample.group_index} is none of this rollout's")
+            raise ValueError(f"group {sample.group_index} does not belong to this rollout")
         return await self._sampler.make(
             ResponseRequest(
                 self._store.groups[sample.group_index].group, sample.response_index, self._rollout_id, self._version
@@ -126,7 +126,7 @@ class CustomGenerator:
         ):
             count = f" of {len(groups)}" if isinstance(groups, list) else ""
             raise HpcrlError(
-                f"{self._shown} returned {type(groups).__name__}{count}, a list of {wanted} groups is wanted"
+                f"{self._shown} returned {type(groups).__name__}{count}, expected a list of {wanted} groups"
             )
         batch: list[int] = []
         for group in groups:

@@ -100,10 +100,10 @@ class GeneratedAhead:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
-            say(f"{path} is left out, and its rollout is made again with other weights: {error}")
+            say(f"{path} is ignored, and its rollout is made again with other weights: {error}")
             return None
         if (found.following, found.consumed) != (self._store.ledger.following, consumed):
-            say(f"{path} is left out: it is of another history than the checkpoint")
+            say(f"{path} is ignored: it belongs to another history than the checkpoint")
             return None
         groups = await self._store.replay(found.line, version, found.source)
         rollout = Rollout(rollout_id, found.version, groups, self._options.n_samples_per_prompt)
@@ -128,7 +128,7 @@ class GeneratedAhead:
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise HpcrlError(
                 f"rollout {rollout_id} cannot be kept for a restart: {type(error).__name__}: {error}",
-                "have samples hold plain values alone, or leave out --deterministic-mode",
+                "use only plain values in samples, or leave out --deterministic-mode",
             ) from error
         self._folder.mkdir(mode=0o700, exist_ok=True)
         write_atomic(self.path(rollout_id), data)

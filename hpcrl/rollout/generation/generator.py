@@ -150,7 +150,7 @@ class RolloutGenerator:
             await asyncio.wait([made, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks:
                 if task.done() and not made.done():
-                    raise as_hpcrl_error(task.exception() or HpcrlError("the making of rollouts has ended")) from None
+                    raise as_hpcrl_error(task.exception() or HpcrlError("the generator is closed")) from None
             return made.result()
         finally:
             self._made = None

@@ -51,8 +51,8 @@ class Tally:
         several = len(self.prompts) > 1 or not self.limit or self.failed > self.size
         if several and self.failed > self.limit * self.size:
             raise HpcrlError(
-                f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than "
-                f"--reward-max-failed {self.limit:g} allows; the last: {text}",
+                f"{text} ({self.failed} of the {self.size} {self.counted} of {self.what} failed, more than "
+                f"--reward-max-failed {self.limit:g})",
                 "the rollout's log has the tracebacks",
             )
 

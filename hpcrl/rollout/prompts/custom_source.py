@@ -111,8 +111,8 @@ class CustomSource:
         if not isinstance(rows, list | tuple) or len(rows) != count:
             many = f" of {len(rows)}" if isinstance(rows, list | tuple) else ""
             raise HpcrlError(
-                f"{self._shown}: take({count}) returned {type(rows).__name__}{many}, a list of {count} rows is wanted",
-                "a source that is through begins again",
+                f"{self._shown}: take({count}) returned {type(rows).__name__}{many}, expected a list of {count} rows",
+                "an exhausted source must begin again",
             )
         return list(rows)
 

@@ -104,8 +104,8 @@ def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
     keys_in(rows, keys)
     if options.custom_generate_function_path is None and not options.only_evaluates:
         raise UsageError(
-            f"{word.path} is a folder of tasks, and nothing is given that works at them",
-            f"--custom-generate-function-path {AGENT} does",
+            f"{word.path} is a folder of tasks, but no agent is given",
+            f"give --custom-generate-function-path {AGENT}",
         )
     if not isinstance(rows, TaskRows):
         return
@@ -114,5 +114,5 @@ def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
         raise UsageError(
             f"the commands and the verifier of {folder / CONFIG} may take {seconds:g} s together, and a call may take "
             f"{options.custom_generate_timeout:g} s",
-            f"give --timeout-factor {math.ceil(seconds / 30) / 10:g}; what engines take does not count",
+            f"give --timeout-factor {math.ceil(seconds / 30) / 10:g}; engine time does not count",
         )

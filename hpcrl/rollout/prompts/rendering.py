@@ -83,7 +83,7 @@ def _end_of_turn(whole: str, start: int, ends: Sequence[str], message: dict[str,
     if not places and not last:
         raise ValueError(
             f"the chat template ends message {number + 1} with no end-of-sequence token "
-            f"({', '.join(ends) or 'the model has none'}): where the turn ends cannot be told"
+            f"({', '.join(ends) or 'the model has none'}): the end of the turn is unknown"
         )
     end = min(places, default=len(whole))
     turn = whole[start:end]

@@ -133,7 +133,7 @@ def _decoded(path: Path, number: int, text: bytes) -> dict[str, Any]:
 def _kind_of_file(text: bytes, number: int) -> tuple[str, str]:
     """What a file with such a line is, and the command that makes lines of JSON of it; two empty texts if unknown."""
     if b"\r" in text:
-        return "a file whose lines end in CR alone", "tr '\\r' '\\n' < {path}"
+        return "lines end in CR only", "tr '\\r' '\\n' < {path}"
     if number == 1 and (known := [kind for begin, kind in _BEGINNINGS.items() if text.startswith(begin)]):
         return known[0]
     if text == b"{":

@@ -88,7 +88,7 @@ class Tokenizer:
         for name in given or ():
             if name not in (known := self._variables()):
                 raise UsageError(
-                    f"--apply-chat-template-kwargs: the chat template in {self.directory} does not look at {name!r}",
+                    f"--apply-chat-template-kwargs: the chat template in {self.directory} does not use {name!r}",
                     f"it looks at {', '.join(sorted(known)) or 'nothing'}",
                 )
 

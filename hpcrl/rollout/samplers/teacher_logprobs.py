@@ -117,7 +117,7 @@ class Teacher:
                 f"{own[at] if at < len(own) else 'nothing'}"
             )
             raise DataError(
-                f"{self} has another vocabulary: of one text its token {at} is {said}",
+                f"{self} has another vocabulary: for one text its token {at} is {said}",
                 "a teacher's tokens must be the student's: choose a teacher with the same tokenizer",
             )
 

@@ -143,9 +143,7 @@ def continuation(
             raise
         mark, rest = MARK, _behind_calls(tokenizer, turn, after, tools, calls)
     if not mark:
-        raise ValueError(
-            "the chat template leaves out what the assistant said before a message: such a chat cannot be continued"
-        )
+        raise ValueError("the chat template drops earlier turns of the assistant: the chat cannot be continued")
     tokens = tokenizer.encode([rest])[0]
     ends = last in tokenizer.eos_ids and len(tokens) and int(tokens[0]) in tokenizer.eos_ids
     # the turn has its end already, be it another token than the template's, unless that begins what was said: GLM's

@@ -29,7 +29,7 @@ async def async_rm(args: Any, sample: Any, **more: Any) -> Any:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     chosen = metadata.get("rm_type") or args.rm_type
     if not chosen:
-        raise ValueError("no --rm-type says how this sample is graded")
+        raise ValueError("no --rm-type is given for this sample")
     words = read_words(chosen)
     found = [await _grade(word, args, sample) for word in words]
     if len(found) == 1 and words[0].weight == 1:

@@ -66,7 +66,7 @@ def pack(directory: Path, kept: Path, shape: str) -> Listing | None:
         raise HpcrlError(f"{size >> 20} MiB are more than the {MOST_BYTES >> 20} that an archive may have")
     make_parents(kept)
     if not private_directory(kept):
-        raise HpcrlError(f"{kept} is not yours alone (chmod 700)")
+        raise HpcrlError(f"{kept} is accessible to others (chmod 700)")
     number, half = tempfile.mkstemp(prefix=".", suffix=END, dir=kept)
     try:
         with (
@@ -103,13 +103,13 @@ def unpack(directory: Path, kept: Path, shape: str) -> Listing:
     """
     path = kept / (shape + END)
     if kept.exists() and not private_directory(kept):
-        raise Damaged(f"{kept} is not yours alone (chmod 700)")
+        raise Damaged(f"{kept} is accessible to others (chmod 700)")
     half = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=directory))
     try:
         with open_regular(path) as file:
             seen = os.fstat(file.fileno())
             if seen.st_uid != os.getuid() or seen.st_mode & 0o022:
-                raise Damaged(f"{path} is not a file of yours alone")
+                raise Damaged(f"{path} is a file that others can change")
             try:
                 with gzip.GzipFile(fileobj=file) as packed:
                     with tarfile.open(fileobj=packed, mode="r|") as tar:
@@ -136,7 +136,7 @@ def _check_member(member: tarfile.TarInfo) -> None:
     """ValueError unless it is a regular file below one of FOLDERS; no other user may use it."""
     name = PurePosixPath(member.name)
     if not member.isreg() or name.is_absolute() or ".." in name.parts or name.parts[:1] not in {(f,) for f in FOLDERS}:
-        raise ValueError(f"it holds {member.name[:200]!r}, which is no file of compiled code")
+        raise ValueError(f"it holds {member.name[:200]!r}, which is not compiled code")
     member.mode = 0o600 | member.mode & 0o100
 
 

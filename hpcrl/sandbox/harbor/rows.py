@@ -98,5 +98,5 @@ def _read(folder: str, digest: str | None) -> HarborTask:
     place = Path(folder)
     task = read_task(place, read_images(place.parent))
     if digest is not None and task.digest != digest:
-        raise DataError(f"{place} has changed since the run has read it", "put the old files back, and resume the run")
+        raise DataError(f"{place} has changed since the run read it", "put the old files back, and resume the run")
     return task

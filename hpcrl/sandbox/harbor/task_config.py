@@ -55,7 +55,7 @@ class _WithVariables(_Table, frozen=True):
         for name, value in self.env.items():
             template = _TEMPLATE.fullmatch(value)
             if template and template[2] is None:
-                raise ValueError(f"no variable of the run is shown to a task: write ${{NAME:-value}} for {value}")
+                raise ValueError(f"a task sees no variable of the run: write ${{NAME:-value}} for {value}")
             found[name] = template[2] if template else value
         msgspec.structs.force_setattr(self, "env", found)
 
@@ -131,7 +131,7 @@ def read_config(path: Path) -> TaskConfig:
     try:
         return msgspec.convert(found, TaskConfig)
     except msgspec.ValidationError as error:
-        raise DataError(f"{path}: {error}", "take it out, or leave this task out: it is not done here") from error
+        raise DataError(f"{path}: {error}", "remove it, or leave this task out: hpcrl does not support it") from error
 
 
 def _without_empty(table: dict[str, Any], kind: type[_Table]) -> dict[str, Any]:

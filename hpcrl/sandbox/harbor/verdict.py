@@ -108,7 +108,7 @@ async def _of_untouched(task: HarborTask, box: Box) -> TaskVerdict:
     found, said = await _judged(task, box)
     if found is None:
         raise HpcrlError(
-            f"{task.folder / 'tests' / 'test.sh'} makes no verdict for an untouched environment: {said}",
+            f"{task.folder / 'tests' / 'test.sh'} gives no verdict for an unchanged environment: {said}",
             f"it has to write {LOGS}/reward.txt or reward.json within [verifier] timeout_sec, without a network",
         )
     return found

@@ -108,7 +108,7 @@ def _disks(layered: bool) -> list[int]:
         ):
             continue
         if kind not in _MEMORY:
-            raise OSError(errno.EPERM, f"{place} can be written to inside, and is a {kind} of the machine's")
+            raise OSError(errno.EPERM, f"{place} can be written to inside, and is a {kind} of the host")
         number = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         device = os.fstat(number).st_dev
         if device in found:
@@ -116,7 +116,7 @@ def _disks(layered: bool) -> list[int]:
         else:
             found[device] = number
     if len(found) > MOST_DISKS:
-        raise OSError(errno.E2BIG, "more places can be written to inside than can be watched")
+        raise OSError(errno.E2BIG, "too many writable mounts to watch")
     if os.fstatvfs(next(iter(found.values()))).f_blocks == 0:
         raise OSError(errno.EPERM, f"{WORK} is no memory")
     return list(found.values())

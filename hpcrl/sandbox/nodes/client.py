@@ -353,7 +353,7 @@ class NodesPool:
             node.connect()
         while True:
             if self._closed:
-                raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
+                raise UsageError("this pool of sandboxes is closed", "request boxes before it is closed")
             if nodes := [node for node in self._nodes if node.up]:
                 break
             if deadline.over:

@@ -66,7 +66,7 @@ class _SandboxRole:
             await stopped.wait()
         finally:
             done = pool.counts()
-            say(f"{done.handed_out} sandboxes were handed out, {done.lost} lost; {done.seconds:.0f} s in use")
+            say(f"{done.handed_out} sandboxes were used, {done.lost} lost; {done.seconds:.0f} s in use")
             await server.close()
 
 

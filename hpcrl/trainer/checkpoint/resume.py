@@ -85,7 +85,7 @@ def restore(
     if policy.lora is not None:
         if source.kind == "weights" and source.path.is_relative_to(checkpoints):
             raise UsageError(
-                f"--save {checkpoints} holds the weights of another trainer, and adapters alone would be saved there",
+                f"--save {checkpoints} holds the weights of another trainer, but this run saves only adapters",
                 "name another --save; --load trains over those weights",
             )
         took = _agreed(agree(lambda: _given(options, checkpoints, own=False), ranks.rank == 0))

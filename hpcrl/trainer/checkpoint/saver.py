@@ -107,7 +107,7 @@ class Saver:
             while self.pending.writer is not None and not self.pending.writer.done():
                 if deadline.over:
                     raise DeadlineError(
-                        f"checkpoint {path} is not written after {minutes} minutes",
+                        f"checkpoint {path} was not written within {minutes} minutes",
                         "raise --distributed-timeout-minutes, or is the file system stuck?",
                     )
                 time.sleep(0.01)

@@ -128,9 +128,8 @@ def _check_wide(directory: Path, names: Mapping[str, Entry]) -> None:
     """
     if scaled := sorted(name for name in names if name.endswith((".weight_scale", ".weight_scale_inv"))):
         raise DataError(
-            f"{directory} holds quantised weights ({scaled[0]}), from which training cannot start",
-            "name the wide ones, a Hugging Face or torch_dist directory (hpcrl convert to-torch-dist makes one of what "
-            "is left), by --ref-load or --load; --hf-checkpoint may stay, for the engines",
+            f"{directory} holds quantised weights ({scaled[0]}), which training cannot start from",
+            "give the unquantised weights with --ref-load or --load; --hf-checkpoint may stay, for the engines",
         )
 
 

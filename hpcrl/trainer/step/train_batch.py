@@ -267,7 +267,7 @@ def _value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, Report]:
     """The same for a critic."""
     if packed.values is None or packed.returns is None:
-        raise UsageError(f"--advantage-estimator {options.advantage_estimator} gives a critic no returns to learn")
+        raise UsageError(f"--advantage-estimator {options.advantage_estimator} gives no returns for a critic")
     weights = counting(token_weights(packed.counts, options), options, step)[packed.sample]
     found = compute_value_loss(passes.values_under(head), packed.values, packed.returns, weights, options)
     return _counted(critic, options, packed, found)

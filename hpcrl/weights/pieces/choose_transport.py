@@ -68,9 +68,9 @@ def _joined(update_group: UpdateGroup, me: int, world: int, device: torch.device
             joining.add_done_callback(_close)  # NCCL has no deadline: what comes of it after all is ended
             if end.over:
                 raise DeadlineError(
-                    f"not all members of the weight update came to NCCL within {update_group.seconds:.0f} s"
+                    f"not all members of the weight update joined NCCL within {update_group.seconds:.0f} s"
                 )
-            raise PeerError("a member left before all had come to NCCL")
+            raise PeerError("a member left before all had joined NCCL")
     return joining.result()
 
 

@@ -147,7 +147,7 @@ class DeviceTransport(PeerTransport):
         if not sends and not receives:
             return
         if self.wire is None:
-            raise PeerError("the group for weights was left")
+            raise PeerError("the weight group was closed")
         with named("exchanging weights", self.seconds):
             done = self._started(self.wire, [pair[:2] for pair in sends], [pair[:2] for pair in receives])
         for *_, part in (*sends, *receives):

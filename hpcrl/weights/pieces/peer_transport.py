@@ -206,7 +206,7 @@ class PeerTransport:
 
     def _open_group(self) -> Any:
         if self.group.group is None:
-            raise PeerError("the group for weights was left")
+            raise PeerError("the weight group was closed")
         return self.group.group
 
     def show(self, name: str, text: str) -> None:

@@ -217,7 +217,7 @@ def watched(work: Callable[[], Any], pending: Watched, give_up: Callable[[], Non
         give_up()
         wait([future, *pending.futures], timeout=ENDING)
         if not future.done():  # it may still be in a collective of the ranks, where nothing else can begin
-            raise HpcrlError(f"the ranks did not give up an update within {ENDING:.0f} s: {error}") from error
+            raise HpcrlError(f"the ranks did not abort an update within {ENDING:.0f} s: {error}") from error
         if (own := future.exception()) is not error and not isinstance(error, EngineLost) and _is_ours(own):
             raise own from error
         if isinstance(error, PeerError) and not isinstance(error, EngineLost):

@@ -58,7 +58,7 @@ def wanted(held: Pattern, needed: Pattern, workers: Collection[int]) -> list[tup
     numbers = [[sets.setdefault(tuple(sorted(cell)), len(sets)) for cell in line] for line in owners]
     holder = np.asarray(numbers).reshape(asked.shape)
     if (holder[asked] == 0).any():
-        raise ValueError("no rank holds what is needed")
+        raise ValueError("no rank holds the needed tensor")
     holder[~asked] = 0
     known = list(sets)
     return [((rows[a], rows[b], columns[c], columns[d]), known[which]) for a, b, c, d, which in _joined(holder)]

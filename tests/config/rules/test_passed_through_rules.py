@@ -100,7 +100,7 @@ def test_the_guides_pass(models: Path, base: str) -> None:
         (DENSE, "--vllm-max-num-seqs 0", "--vllm-max-num-seqs 0"),
         (DENSE, "--rollout-stop-token-ids -1", "--rollout-stop-token-ids -1"),
         # flags of another engine or trainer
-        (DENSE, "--sglang-tp-size 2", "--sglang-tp-size 2|the engines are vLLM's"),
+        (DENSE, "--sglang-tp-size 2", "--sglang-tp-size 2|the engines run vLLM"),
         (DENSE, "--vllm-pipeline-parallel-size 2", "--vllm-pipeline-parallel-size 2|--rollout-num-gpus-per-engine"),
         (DENSE, "--train-backend fsdp", "--train-backend fsdp|Megatron-core"),
     ],

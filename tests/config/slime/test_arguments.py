@@ -84,7 +84,7 @@ def test_defaults_that_differ_are_set_and_told() -> None:
         ("--advantage-estimator reinforce_plus_plus", ["--advantage-estimator reinforce_plus_plus", "--normalize-advantages"]),
         ("--global-batch-size 100", ["--global-batch-size 100", "256 samples"]),
         ("--sglang-ep-size 4", ["--sglang-ep-size 4", "--rollout-num-gpus-per-engine"]),
-        ("--sglang-enable-torch-compile", ["--sglang-enable-torch-compile", "the engines are vLLM's"]),
+        ("--sglang-enable-torch-compile", ["--sglang-enable-torch-compile", "the engines run vLLM"]),
         ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", ["--rollout-max-prompt-len 100", "--rollout-max-context-len 100"]),
         ("--rollout-batch-size many", ["--rollout-batch-size many", "whole number"]),
         ("--kl-loss-type k9", ["--kl-loss-type k9"]),
@@ -187,7 +187,7 @@ def test_words_are_split_as_argparse_does() -> None:
     assert split_program(["python3", "/x/train_async.py", "--a"]) == ("train_async.py", ["--a"])
     assert split_program(["--a", "train.py"]) == ("train.py", ["--a", "train.py"])
     assert name_of(["--hf-checkpoint", "/x/GLM Z1-9B/"]) == "glm-z1-9b" and name_of(["--lr", "1"]) == "arguments"
-    with pytest.raises(UsageError, match="belongs to no flag"):
+    with pytest.raises(UsageError, match="does not follow a flag"):
         recipe_of(["stray", "--lr", "1"], {})
     with pytest.raises(UsageError, match="nothing follows --"):
         recipe_of([], {})
@@ -201,7 +201,7 @@ def test_the_commands_take_them(
     assert "engine   2" in capsys.readouterr().out
     assert main(["run", "--dry-run", "--", *BASE.split()]) == 2
     shown = capsys.readouterr()
-    assert "adam_beta2 = 0.98" in shown.out and "--hf-checkpoint /scratch/Qwen3-4B is not here" in shown.err
+    assert "adam_beta2 = 0.98" in shown.out and "--hf-checkpoint /scratch/Qwen3-4B does not exist here" in shown.err
     assert main(["plan", "--", *GUIDES["GLM-4.5-355B, BF16 rollouts"][0]]) in (0, 2)
     assert "trainer  0-63" in capsys.readouterr().out, "the plan of what can be honoured is shown in any case"
     monkeypatch.setattr("hpcrl.cli.submit.can_submit", lambda: False)

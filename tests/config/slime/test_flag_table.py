@@ -74,7 +74,7 @@ def test_unlisted_flags() -> None:
     assert "moe-z-loss-coeff" in spellings("megatron") and translate(["--moe-z-loss-coeff", "0.1"]).values["megatron"]
     assert translate(["--vllm-max-num-seqs", "64"]).values["vllm"] == {"max_num_seqs": 64}
     (wrong,) = translate(["--sglang-mem-fraction", "0.7"]).wrong
-    assert "--sglang-mem-fraction 0.7: the engines are vLLM's" in str(wrong)
+    assert "--sglang-mem-fraction 0.7: the engines run vLLM" in str(wrong)
     (wrong,) = translate(["--rollout-batchsize", "4"]).wrong
     assert "did you mean --rollout-batch-size?" in str(wrong)
 

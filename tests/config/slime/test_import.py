@@ -204,7 +204,7 @@ def test_a_model_without_a_family_is_refused(tmp_path: Path, capsys: pytest.Capt
         tmp_path / "run-x.sh", f"source models/glm5-744B-A40B.sh\npython3 train.py ${{MODEL_ARGS[@]}} {END[17:]}"
     )
     assert main(["import", str(file)]) == 2
-    assert "no family that hpcrl" in capsys.readouterr().err
+    assert "no model family of" in capsys.readouterr().err
 
 
 def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_the_file_becomes_options(tmp_path: Path) -> None:
         ({"mis_level": "token", "max_turns": 4}, "max_turns, mis_level: not settings of MIS"),
         ({"use_tis": False}, "use_tis: false leaves no correction"),
         ({"tis_upper_bound": None}, "tis_upper_bound is missing"),
-        ({"rs_veto_threshold": "1e-4"}, "not a number above 0; YAML wants a dot"),
+        ({"rs_veto_threshold": "1e-4"}, "not a number above 0; YAML needs a dot"),
         ({"use_rs": "yes please"}, "neither true nor false"),
         ({"tis_level": "word"}, "--tis-level"),
     ],

@@ -72,7 +72,7 @@ def test_what_is_said_of_files_of_models(tmp_path: Path) -> None:
         said,
         (
             ("qwen3-4B is a qwen3 model", "no such file"),
-            ("glm5-744B-A40B is of no family",),
+            ("glm5-744B-A40B belongs to no model",),
             ("--models-dir DIR names",),
             (f"--models-dir {tmp_path}/models shows it", "hidden"),
             ("not read", "write NAME=VALUE"),

@@ -314,7 +314,7 @@ def test_drafts_need_mtp_layers(tmp_path: Path) -> None:
     ("more", "told"),
     [
         ("--sglang-speculative-eagle-topk 4", "--sglang-speculative-eagle-topk 4: vLLM drafts a chain"),
-        ("--sglang-speculative-algorithm EAGLE3", "translated is EAGLE"),
+        ("--sglang-speculative-algorithm EAGLE3", "only EAGLE with"),
         ("--sglang-speculative-draft-attention-backend nsa", "sglang's backends vLLM has"),
         ("--vllm-speculative-config {}", "--sglang-speculative-algorithm EAGLE and --vllm-speculative-config {} contradict"),
     ],

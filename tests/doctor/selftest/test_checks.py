@@ -130,7 +130,7 @@ def test_report_lists_skipped_and_versions(tmp_path: Path) -> None:
         (["--only", "nccl"], "is no such check"),
         (["--hosts", "2"], "--hosts has no effect without --site"),
         (["--resume", "/nowhere"], "there is no self-test"),
-        (["--resume", "x", "--dir", "y"], "--resume names the directory already"),
+        (["--resume", "x", "--dir", "y"], "--dir and --resume exclude each other"),
         (["recipe.toml"], "recipe.toml has no effect"),
         (["--lr", "1"], "--lr has no effect"),
     ],

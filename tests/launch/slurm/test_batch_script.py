@@ -483,7 +483,7 @@ def test_dry_run_submits_nothing(
     assert "trainer  0" in out and "#SBATCH hetjob" in out and f"sbatch {tmp_path}/out/job.sbatch" in out
     assert not (tmp_path / "out").exists()
     assert main(["submit", str(REPO / "examples/quickstart.toml")]) == 2
-    assert "sbatch is not here" in capsys.readouterr().err
+    assert "no sbatch on this" in capsys.readouterr().err
 
 
 def test_dry_run_without_an_answer(
@@ -496,7 +496,7 @@ def test_dry_run_without_an_answer(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert main(["submit", str(REPO / "examples/quickstart.toml"), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "#SBATCH --nodes=1" in out and "would take this job" in out
+    assert "#SBATCH --nodes=1" in out and "would accept this" in out
 
 
 @pytest.mark.parametrize(("kind", "image"), [("pyxis", "/x.sqsh"), ("apptainer", "/x.sif")])

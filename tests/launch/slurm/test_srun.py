@@ -180,7 +180,7 @@ def test_a_job_without_some_of_its_hosts(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_script_without_its_task_is_refused(tmp_path: Path) -> None:
     step = {"HPCRL_STEP_0": f"srun bash {tmp_path}/task.sh", "HPCRL_SLOTS_0": "1"}
-    with pytest.raises(UsageError, match=f"{tmp_path}/task.sh, which is not"):
+    with pytest.raises(UsageError, match=f"{tmp_path}/task.sh, which does not exist"):
         read_groups(step | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"})
 
 

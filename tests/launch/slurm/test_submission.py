@@ -137,7 +137,7 @@ def test_a_run_is_slurms_before_it_is_sent(
     assert main(["status", str(root)]) == 0
     assert "it is being submitted" in capsys.readouterr().out
     assert main(["resume", str(root)]) == 2
-    assert "is being submitted" in capsys.readouterr().err
+    assert "process is submitting" in capsys.readouterr().err
     replace_job(root, msgspec.structs.replace(read_job(root), submitted=time.time() - 1000))
     assert main(["status", str(root)]) == 0
     assert "lost" in (said := capsys.readouterr().out) and "cut short" in said

@@ -335,9 +335,7 @@ def test_published_minimax(tmp_path: Path) -> None:
     ],
 )
 def test_other_ways_of_quantising_are_refused_by_name(config: dict[str, Any]) -> None:
-    with pytest.raises(
-        DataError, match=f"here has a quantization_config .{config['quant_method']}. that weights cannot"
-    ):
+    with pytest.raises(DataError, match=f"here has a quantization_config .{config['quant_method']}. that hpcrl cannot"):
         fp8.read_scheme(config, "here")
 
 

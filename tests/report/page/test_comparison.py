@@ -95,7 +95,7 @@ def test_runs_with_stages_of_their_own(runs: list[Path], tmp_path: Path) -> None
 
 def test_a_run_named_twice_and_too_many(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(runs[0]), f"{runs[0]}/"]) == 2
-    assert "one and the same" in capsys.readouterr().err
+    assert "are the same run" in capsys.readouterr().err
     many = [make(tmp_path / f"r{n}") for n in range(MOST + 1)]
     assert main(["report", *map(str, many)]) == 2
     assert f"{MOST + 1} runs" in capsys.readouterr().err

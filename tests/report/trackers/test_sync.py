@@ -84,7 +84,7 @@ def test_what_is_sent(
     logged = [name for name, *_ in calls if name in ("log", "log_metrics")]
     calls.clear()
     assert main(["report", str(run), "--to", tracker]) == 0
-    assert "nothing is new" in capsys.readouterr().out and not calls
+    assert "nothing new in" in capsys.readouterr().out and not calls
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"rollout_id": 2, "time": 1e10, "train/loss": 1.0, "bad": None}) + "\n")
     assert main(["report", str(run), "--to", tracker]) == 0

@@ -142,7 +142,7 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
             served.late = True
             await until(lambda: state() == "joining 2")
             end = end_of(context.rundir, 1, 1)
-            assert end and "core has been at /update_weights for 9 s, of 8 (--update-timeout)" in end.why
+            assert end and "core has been busy with /update_weights for 9 s, of 8 (--update-timeout)" in end.why
             served.core = False
             await until(lambda: state() == "gone 2")
             assert "no sign of life" in member.why, "a core that answers nothing is a hung engine"
@@ -187,7 +187,7 @@ def test_keys_are_shared_by_pairs_only(tmp_path: Path) -> None:
         assert read_plan(rundir).external and oct(rundir.root.stat().st_mode)[-3:] == "700"
     other = run_with(tmp_path / "other", *addresses)
     options = context.options
-    with pytest.raises(UsageError, match="run has the engines"):
+    with pytest.raises(UsageError, match="run uses the engines"):
         borrow(other.rundir, other.plan, options)
     lent.close()
     again = borrow(other.rundir, other.plan, options)

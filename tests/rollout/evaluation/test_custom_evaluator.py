@@ -206,7 +206,7 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ("nothing", "numbers by the name"),
         ("list", "numbers by the name"),
         ("set", "set b; it returned"),
-        ("few", "2 to each of its 3 prompts are wanted"),
+        ("few", "2 to each of its 3 prompts are expected"),
         ("twice", "returned response 0 of group 2 (a) twice"),
         ("pending", "status=pending, response_length=2) (a): it must"),
         ("nan", "the reward to nan"),
@@ -216,7 +216,7 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ("none", "returned no number"),
         ("rewards", "set a, returned [1.0, inf]"),
         ("beside", "set a, returned 1 rewards for 6"),
-        ("metrics", "returned the metric 'solved', SET/NAME"),
+        ("metrics", "returned the metric 'solved', expected SET/NAME"),
         ("raises", "raised AttributeError: 'Sample' object"),
     ],
 )

@@ -97,8 +97,8 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("few", "returned list of 3, a list of 4 groups is wanted"),
-        ("nothing", "returned NoneType, a list"),
+        ("few", "returned list of 3, expected a list of 4 groups"),
+        ("nothing", "returned NoneType, expected a list"),
         ("twice", "or one twice"),
         ("pending", "status=pending, response_length=4): it must"),
         ("nan", "the reward to nan"),

@@ -126,7 +126,7 @@ def test_foreign_or_damaged_file(tmp_path: Path, capfd: pytest.CaptureFixture[st
         )
 
     asyncio.run(run())
-    assert "rollout is made again" in (said := capfd.readouterr().err) and "of another history" in said
+    assert "rollout is made again" in (said := capfd.readouterr().err) and "to another history" in said
 
 
 def test_what_cannot_be_kept_is_an_error(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_earlier_attempts_groups() -> None:
 def test_steps_that_are_none_are_refused() -> None:
     pacing = StalenessControl(1, 1, 1)
     issue(pacing, [0])
-    with pytest.raises(ValueError, match="issued already"):
+    with pytest.raises(ValueError, match="already been issued"):
         issue(pacing, [0])
     pacing.keep(0)
     for number in (0, 1):

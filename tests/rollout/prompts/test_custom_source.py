@@ -164,8 +164,8 @@ def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> N
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("few", ": take(4) returned list of 3, a list of 4 rows is wanted"),
-        ("nothing", ": take(4) returned NoneType, a list of 4 rows is wanted"),
+        ("few", ": take(4) returned list of 3, expected a list of 4"),
+        ("nothing", ": take(4) returned NoneType, expected a list of 4"),
         ("number", ", prompt 4: the prompt is neither text nor a list of chat messages but"),
         ("object", ", prompt 4 returned {"),
         ("key", ", prompt 4: no key"),

@@ -177,7 +177,7 @@ def test_what_the_template_is_given(read: Callable[..., PromptFile], tokenizer: 
     assert tokenizer.decode(prompt.tokens).endswith("<|assistant|>1+1")
     with pytest.raises(
         UsageError,
-        match="--apply-chat-template-kwargs: the chat template.*not look at 'quiet';",
+        match="--apply-chat-template-kwargs: the chat template.*not use 'quiet';",
     ):
         read([row(1)], apply_chat_template_kwargs={"quiet": True})
 

@@ -57,7 +57,7 @@ def check_responses(root: Path) -> None:
     """Each is graded by a box, and both nodes gave some."""
     nodes_of(root)
     said = "".join(path.read_text() for path in (root / "logs/attempt-0").glob("sandbox-*.log"))
-    counts = [int(count) for count in re.findall(r"(\d+) sandboxes were handed out, 0 lost", said)]
+    counts = [int(count) for count in re.findall(r"(\d+) sandboxes were used, 0 lost", said)]
     rewards = [json.loads(line)["reward"] for data in samples(root).values() for line in data.splitlines()]
     assert min(counts) > 0 and sum(counts) == RESPONSES, said
     assert len(rewards) == RESPONSES and min(rewards) >= 1 and list(metrics(root)) == [0, 1]

@@ -323,7 +323,7 @@ def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
     fp8 = {"hf_checkpoint": quantised}
     cases: list[tuple[dict[str, Any], Path, tuple[int, float] | str]] = [
         (fp8, empty, f"{quantised} holds quantised weights (model.layers.0."),
-        (fp8, empty, "by --ref-load or --load; --hf-checkpoint may stay"),
+        (fp8, empty, "with --ref-load or --load; --hf-checkpoint may stay"),
         (fp8 | {"ref_load": hf}, empty, (0, three)),
         (fp8 | {"load": other}, empty, (0, two)),
         ({"load": other}, empty, (0, two)),

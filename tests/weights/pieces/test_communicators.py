@@ -139,7 +139,7 @@ def test_a_communicator_that_comes_too_late(nccl: Nccl) -> None:
     nccl.late = 1.0
     group = members(2, 1)[0].group
     name = base64.b64encode(bytes(128)).decode()
-    with pytest.raises(DeadlineError, match="came to NCCL within"):
+    with pytest.raises(DeadlineError, match="joined NCCL within"):
         choose_transport(group, 0, UpdateGroup("h", 1, 1, 1, 0.2, name), DEVICE)
     made = choose_transport(group, 0, UpdateGroup("h", 1, 1, 1, 20, name), DEVICE)
     assert len(nccl.open) == 1, "the first one is gone"

@@ -135,7 +135,7 @@ def test_waiting_peers_and_leaving_peers() -> None:
         moved.wait()
     late.close()
     late.send(torch.zeros(4, dtype=torch.uint8), 1, DATA)
-    with pytest.raises(PeerError, match="left"):
+    with pytest.raises(PeerError, match="was closed"):
         late.flush()
 
 
