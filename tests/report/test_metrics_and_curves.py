@@ -18,8 +18,8 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report import metrics, progress
 from hpcrl.report.closing_line import closing_line, held_out, what_next
 from hpcrl.report.curves import MANY, PANELS, series, smooth, titled
-from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import MetricsLog, NoEvents, measure, read_metrics
+from hpcrl.report.not_learning import failed_gradings
 from hpcrl.report.page.charts import draw
 from hpcrl.report.progress import Progress
 from hpcrl.run import storage_errors

@@ -24,7 +24,6 @@ import torch
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.convert.adapter import convert_adapter
-from hpcrl.models.convert.run_paths import run_places
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.files import torch_dist
 from hpcrl.models.files.config_json import read_config
@@ -35,7 +34,29 @@ from hpcrl.models.files.torch_dist import TorchDist
 from hpcrl.models.lora.settings import RECORD
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.report.progress import Meter
+from hpcrl.run.role import read_options
+from hpcrl.run.rundir import TRACKER, RunDir
+from hpcrl.run.started_runs import is_run
 from hpcrl.utils.arguments import Parser
+
+
+def run_places(root: Path) -> tuple[Path, Path | None, Path]:
+    """(checkpoints, --hf-checkpoint, where the result goes) of a run: those of its last stage that has
+    saved.
+
+    Raises:
+        UsageError: if it is not a run, or has not saved yet.
+    """
+    if not is_run(root):
+        raise UsageError(f"{root} is not a run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
+    started = [*root.glob("options.json"), *root.glob("*/options.json")]
+    for stage in (path.parent for path in sorted(started, key=lambda path: path.stat().st_mtime, reverse=True)):
+        options = read_options(RunDir.latest(stage))
+        saved = Path(options.save) if options.save else RunDir(stage).checkpoints
+        if (saved / TRACKER).is_file():
+            return saved, Path(options.hf_checkpoint) if options.hf_checkpoint else None, root / "hf"
+    raise UsageError(f"{root} holds no checkpoint yet", "hpcrl status says how far it is")
+
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 _HEAD = re.compile(r"mtp\.layers\.(\d+)\.")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.trainer.megatron import thd
-from hpcrl.trainer.megatron.delta_net_rule import causal_conv, gated_delta_rule, unit
+from hpcrl.trainer.megatron.delta_net_layer import causal_conv, gated_delta_rule, unit
 
 KEY, VALUE, HEADS = 10, 6, 3
 LENGTHS = (1, 70, 3, 128, 64, 5, 5)
