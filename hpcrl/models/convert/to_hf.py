@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -90,15 +90,13 @@ def convert(
     add_missing: bool = False,
     chunk_size: int = 5 * 1024**3,
     force: bool = False,
-    load_workers: int = 1,
-    save_workers: int = 1,
+    workers: int = 1,
 ) -> None:
     """Write checkpoint `source` (an iter_* or release directory, or the one above) as `output`, with `origin`'s config.
 
     Args:
         add_missing: tensors of the origin that the checkpoint has none for are copied.
-        save_workers: threads that write; each holds the tensors of one file.
-        load_workers: those of them that read at once.
+        workers: threads that read and write; each holds the tensors of one file.
 
     Raises:
         DataError, UsageError: see above.
@@ -112,60 +110,50 @@ def convert(
         jobs += _missing(files, jobs, config) if files else []
         files_plan = split([job.tensors for job in jobs], chunk_size)
         with directory(output, force) as staging:
-            read = StoredTensors(stored, files, _shapes(config, family), load_workers)
-            _write(read, jobs, staging, files_plan, save_workers)
+            _write(stored, files, _shapes(config, family), jobs, staging, files_plan, workers)
             copy_assets(origin, staging, drop=("quantization_config",))
 
 
-class StoredTensors:
-    """The tensors of jobs, for several threads: `at_once` of them read at a time."""
+def read_tensors(
+    job: Conversion, stored: TorchDist, files: SafetensorsDirectory | None, shapes: Shapes, lock: Lock
+) -> list[torch.Tensor]:
+    """The tensors of a job.
 
-    def __init__(self, stored: TorchDist, files: SafetensorsDirectory | None, shapes: Shapes, at_once: int) -> None:
-        self.stored = stored
-        self.files = files
-        self.shapes = shapes
-        self.turn = BoundedSemaphore(at_once)
-        self.opening = Lock()
-
-    def of_thread(self) -> StoredTensors:
-        """The same for one thread: what it keeps of the last tensor is its own."""
-        own = copy.copy(self)
-        own.stored = copy.copy(self.stored)
-        return own
-
-    def read(self, job: Conversion) -> list[torch.Tensor]:
-        """The tensors of a job.
-
-        Raises:
-            DataError: see `TorchDist.read`.
-        """
-        if job.parts:
-            (stack,) = job.tensors
-            whole = torch.empty(stack.shape, dtype=stack.dtype)
-            for part in job.parts:  # of which one is held at a time
-                for tensor, found in zip(part.tensors, self.read(part), strict=True):
-                    put(whole, tensor.name, found)
-            return [whole]
-        if job.rule is None:
-            assert self.files is not None
-            with self.turn, self.opening:
-                return [self.files.slice(job.key)[...]]
-        with self.turn:
-            return CUTS[job.rule.kind].join([self.stored.read(job.key, job.at)], self.shapes)
+    Raises:
+        DataError: see `TorchDist.read`.
+    """
+    if job.parts:
+        (stack,) = job.tensors
+        whole = torch.empty(stack.shape, dtype=stack.dtype)
+        for part in job.parts:  # of which one is held at a time
+            for tensor, found in zip(part.tensors, read_tensors(part, stored, files, shapes, lock), strict=True):
+                put(whole, tensor.name, found)
+        return [whole]
+    if job.rule is None:
+        assert files is not None
+        with lock:
+            return [files.slice(job.key)[...]]
+    return CUTS[job.rule.kind].join([stored.read(job.key, job.at)], shapes)
 
 
 def _write(
-    source: StoredTensors, jobs: list[Conversion], staging: Path, plan: list[list[TensorHeader]], workers: int
+    stored: TorchDist,
+    files: SafetensorsDirectory | None,
+    shapes: Shapes,
+    jobs: list[Conversion],
+    staging: Path,
+    plan: list[list[TensorHeader]],
+    workers: int,
 ) -> None:
     by_name = {job.tensors[0].name: job for job in jobs}
-    count = Lock()
+    lock = Lock()  #: around the meter and the origin's files
 
     def read(file: Sequence[TensorHeader]) -> Iterator[tuple[str, torch.Tensor]]:
-        own = source.of_thread()
+        own = copy.copy(stored)  # it keeps the last tensor that it has read
         for job in (by_name[tensor.name] for tensor in file if tensor.name in by_name):
-            for tensor, part in zip(job.tensors, own.read(job), strict=True):
+            for tensor, part in zip(job.tensors, read_tensors(job, own, files, shapes, lock), strict=True):
                 yield tensor.name, part
-                with count:
+                with lock:
                     meter.add(tensor.size)
 
     total = sum(tensor.size for file in plan for tensor in file)
@@ -328,9 +316,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--chunk-size", type=int, default=FILE, help="bytes of one file (default 5 GiB)")
     parser.add_argument(
-        "--save-max-workers", type=int, help="files to write at a time, each with its tensors in memory (default 1)"
+        "--save-max-workers", type=int, help="files to convert at a time, each with its tensors in memory (default 1)"
     )
-    parser.add_argument("--load-max-workers", type=int, help="files to read for at a time (default all)")
+    parser.add_argument("--load-max-workers", type=int, help="the same, where --save-max-workers is not given")
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
     args = parser.parse_args(argv)
     if args.run is not None:
@@ -344,7 +332,6 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name) is None:
             raise UsageError(f"--{name.replace('_', '-')} is not given", "or name the run: hpcrl convert to-hf RUN")
     _check_given(args)
-    save = args.save_max_workers or args.load_max_workers or 1
     _check_flags(args, read_config(args.origin_hf_dir, "--origin-hf-dir"))
     found = torch_dist.find_checkpoint(args.input_dir, None, "--input-dir")
     if (found / RECORD).is_file():
@@ -360,8 +347,7 @@ def main(argv: Sequence[str]) -> int:
             add_missing=args.add_missing_from_origin_hf,
             chunk_size=args.chunk_size,
             force=args.force,
-            load_workers=args.load_max_workers or save,
-            save_workers=save,
+            workers=args.save_max_workers or args.load_max_workers or 1,
         )
     print(f"wrote {args.output_dir}")
     return 0
@@ -379,15 +365,16 @@ def _check_given(args: Any) -> None:
 
 def _refuse_for_adapter(args: Any) -> None:
     """Raise UsageError for what has no effect on an adapter, whose one file is small."""
-    given = {
-        "--add-missing-from-origin-hf": args.add_missing_from_origin_hf,
-        "--chunk-size": args.chunk_size != FILE,
-        "--save-max-workers": args.save_max_workers is not None,
-        "--load-max-workers": args.load_max_workers is not None,
+    usual = {
+        "add_missing_from_origin_hf": False,
+        "chunk_size": FILE,
+        "save_max_workers": None,
+        "load_max_workers": None,
     }
-    for flag, is_given in given.items():
-        if is_given:
-            raise UsageError(f"{flag} has no effect on an adapter: {args.input_dir} holds one", "leave it out")
+    for name, value in usual.items():
+        if getattr(args, name) != value:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} has no effect on an adapter: {args.input_dir} holds one", "leave it out")
 
 
 def _check_flags(args: Any, config: Config) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 
-from hpcrl.models.convert.to_hf import Conversion, StoredTensors
+from hpcrl.models.convert.to_hf import Conversion, read_tensors
 from hpcrl.models.family import Rule
 from hpcrl.models.files.hf_writer import TensorHeader
 from hpcrl.models.slicing import Shapes
@@ -40,6 +41,6 @@ def test_one_expert_is_held_at_a_time() -> None:
     job = Conversion(
         f"{X}.down_proj", (), None, (TensorHeader(f"{X}.down_proj", torch.float32, (EXPERTS, 4, 3)),), parts
     )
-    (found,) = StoredTensors(held, None, Shapes(1, 1, 1, 8, 1), 1).read(job)  # type: ignore[arg-type]
+    (found,) = read_tensors(job, held, None, Shapes(1, 1, 1, 8, 1), Lock())  # type: ignore[arg-type]
     assert torch.equal(found, torch.arange(EXPERTS).float().view(-1, 1, 1).expand(-1, 4, 3))
     assert held.most <= 2
