@@ -159,7 +159,7 @@ def test_two_steps_or_runs_beside_each_other(run: Path, tmp_path: Path, capsys: 
     [
         ("RUN --step 5", "RUN has no samples"),
         ("RUN --eval gsm8k --step 7", "samples of an evaluation gsm8k after 7 steps; there are 0, 8"),
-        ("RUN --eval aime", "evaluation set aime; there are gsm8k"),
+        ("RUN --eval aime", "set aime; there are gsm8k"),
         ("RUN -n 0", "-n 0 is less than 1"),
         ("RUN --worst --diff 0 7", "--worst has no effect with --diff"),
         ("RUN --diff 0 nosuchrun", "is no run nosuchrun"),
