@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.custom_functions import OURS, answer_foreign_imports
+from hpcrl.config.foreign_imports import OURS, answer_foreign_imports
 from hpcrl.config.foreign_names import MODULES
 
 
