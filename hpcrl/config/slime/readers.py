@@ -71,6 +71,33 @@ def teacher(flag: str, given: Given) -> FlagReading:
 DISTILLATION = (address, teacher)
 
 
+#: slime's preset of adapted layers -> the layers' names; it trains one adapter for all experts of a layer
+PRESETS = {
+    "dense_attention": ("linear_qkv", "linear_proj"),
+    "dense_mlp": ("linear_fc1", "linear_fc2"),
+    "dense_language": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    "moe_attention": ("linear_qkv", "linear_proj"),
+}
+
+
+def use_lora(flag: str, given: Given) -> FlagReading:
+    """slime's switch; its defaults of rank, scale and layers are not ours."""
+    usual = {"lora-rank": ("64",), "lora-alpha": ("128",)}
+    if not given.keys() & {"lora-target-preset", "target-modules"}:
+        usual["target-modules"] = PRESETS["dense_language"]
+    words = [word for name, value in usual.items() if name not in given for word in (f"--{name}", *value)]
+    return FlagReading("translated" if words else "needless", tuple(words), "a rank above 0 turns adapters on")
+
+
+def lora_preset(flag: str, given: Given) -> FlagReading:
+    """A set of layers by its name."""
+    name = one(given, flag)
+    if name in PRESETS:
+        return FlagReading("translated", ("--target-modules", *PRESETS[name]))
+    why = "hpcrl's experts have an adapter each, slime's one for all of a layer: name layers with --target-modules"
+    return FlagReading("refused", (), why)
+
+
 def eval_prompt_data(flag: str, given: Given) -> FlagReading:
     """NAME PATH pairs are the same here; slime reads a single path as the set "aime"."""
     words = tuple(given[flag])
@@ -386,6 +413,7 @@ READERS: dict[str, Callable[[str, Given], FlagReading]] = {
         expert_parallel,
         fault_tolerance,
         kl_in_reward,
+        lora_preset,
         offload,
         own_function,
         own_settings,
@@ -399,6 +427,7 @@ READERS: dict[str, Callable[[str, Given], FlagReading]] = {
         update_directory,
         update_mode,
         update_transport,
+        use_lora,
         *CONDITIONAL,
         *DISTILLATION,
     )

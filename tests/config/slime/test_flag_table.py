@@ -15,6 +15,8 @@ from hpcrl.config.slime.arguments import FlagVerdict, other_defaults, read_flag,
 from hpcrl.config.slime.readers import READERS
 from hpcrl.errors import UsageError
 from hpcrl.sandbox.slime_script import model_families
+from tests.support.published_models import MODELS
+from tools.slime_flags import main
 
 FACTS = json.loads(Path(__file__).with_name("flags.json").read_text())
 OWN = {flag: (kind, default) for flag, kind, default in FACTS["own"]}
@@ -37,6 +39,48 @@ def test_every_flag_has_a_verdict() -> None:
 @pytest.mark.parametrize("flag", sorted(flag for flag, verdict in verdicts().items() if verdict.way == "is"))
 def test_what_goes_by_another_name_leads_to_an_option(flag: str) -> None:
     assert find_flag(verdicts()[flag].text).field
+
+
+#: what a reason says that no family has -> the keys of config.json by which one would have it
+ABSENT = {"indexer": ("index_n_heads",), "sparse attention": ("index_topk", "index_n_heads"), "experimental": ("dsa",)}
+PRESENT = ("linear_num_value_heads", "num_experts", "kv_lora_rank")
+
+
+def test_reasons_are_true_of_the_families() -> None:
+    """A reason that something is in no family names what none has."""
+    keys = {key for _, config, _ in MODELS.values() for key in (config | config.get("text_config", {}))}
+    assert keys >= {*PRESENT}, "or the test could not fail"
+    for reason in {verdict.text for verdict in verdicts().values() if "no family" in verdict.text}:
+        absent = next(keys_of for words, keys_of in ABSENT.items() if words in reason)
+        assert not keys & {*absent}, reason
+
+
+def test_flags_of_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """New, gone and changed flags, from the calls in the source of the parsers."""
+    parser = tmp_path / "slime" / "utils" / "arguments.py"
+    parser.parent.mkdir(parents=True)
+    parser.write_text(
+        'parser.add_argument("--eps-clip", type=float, default=0.5)\nreset_arg(parser, "--lr", default=1e-6)\n'
+        'parser.add_argument("--of-tomorrow", default=sum([]))\n'
+    )
+    assert main([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "new: 1\n  --of-tomorrow\n" in said and "changed: 1\n  --eps-clip: 0.2 -> 0.5" in said
+    assert "  --use-kl-loss\n" in said and "  --lr\n" not in said
+    parser.write_text('parser.add_argument("--lr", default=1e-6)\n')
+    assert main([str(tmp_path)]) == 0 and main([]) == 2
+
+
+def test_slimes_lora_flags() -> None:
+    """Its switch with its own defaults, presets of layers, and names of one's own; experts have an adapter each."""
+    found = translate("--use-lora --lora-learning-rate 1e-5 --lora-rollout-sync-mode merged --save-lora x".split())
+    assert not found.wrong
+    assert (found.values["lora_rank"], found.values["lora_alpha"], found.values["lr"]) == (64, 128.0, 1e-5)
+    assert found.values["target_modules"] == ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    assert found.values["lora_serve"] == "merged"
+    found = translate("--use-lora --lora-rank 8 --lora-alpha 4 --lora-target-preset dense_attention".split())
+    assert found.values["lora_rank"] == 8 and found.values["target_modules"] == ["linear_qkv", "linear_proj"]
+    assert "an adapter each" in str(translate("--use-lora --lora-target-preset moe_mlp".split()).wrong[0])
 
 
 def test_no_reader_is_left_over() -> None:
