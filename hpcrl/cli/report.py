@@ -94,13 +94,15 @@ def _compared_page(runs: Sequence[Run]) -> str:
 
 def _send(run: Run, tracker: str) -> int:
     """Send what is new of a run to a tracker."""
-    from hpcrl.report.trackers.record import sync
+    from hpcrl.report.trackers.record import Sender
 
+    sender = Sender(tracker)
     page = run.root / "report.html"
     count = 0
-    for name, records, place in sync(run, tracker, page if page.is_file() else None):
+    for name, records, place in sender.send_new(run, page if page.is_file() else None):
         count += records
         print(f"{name}: {records} records, {place}")
+    sender.close()
     if not count:
         print(f"nothing new in {run.root}")
     _notes(run)

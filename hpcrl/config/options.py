@@ -22,7 +22,7 @@ from hpcrl.config.sections.algorithm import (
 )
 from hpcrl.config.sections.data import DataOptions, EvalOptions, RewardOptions
 from hpcrl.config.sections.layout import BatchOptions, ClusterOptions, ModelOptions
-from hpcrl.config.sections.run import InspectOptions, RunOptions, WeightOptions
+from hpcrl.config.sections.run import InspectOptions, RunOptions, TrackerOptions, WeightOptions
 from hpcrl.config.sections.sampling import AgentOptions, PluginOptions, RolloutOptions
 from hpcrl.config.sections.sandboxes import SandboxOptions
 
@@ -63,6 +63,7 @@ class Options(
     OptimizerOptions,
     WeightOptions,
     InspectOptions,
+    TrackerOptions,
     PluginOptions,
 ):
     """All options of one run, checked and frozen."""

@@ -44,6 +44,8 @@ from hpcrl.models.model_args import check_model_args
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.models.shared.mtp import check_heads
 from hpcrl.plan import Host, make_plan
+from hpcrl.report.trackers.live import trackers_of
+from hpcrl.report.trackers.record import check_tracker
 from hpcrl.rollout.prompts.first_rows import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER
 from hpcrl.sandbox.kinds import VARIABLE, chosen
@@ -353,6 +355,7 @@ def missing_packages(options: Options, installed: Callable[[str], bool] | None =
     """Settings whose package is not installed here; none where Megatron-core itself is not: this is not a place to
     train then."""
     there = installed or (lambda name: importlib.util.find_spec(name) is not None)
+    yield from (error for tracker in trackers_of(options) for error in failures((check_tracker,), tracker))
     if not locate("megatron"):
         return
     for name, value, part in megatron_flags.settings_with_parts(options.megatron):

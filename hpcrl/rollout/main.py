@@ -16,6 +16,7 @@ import time
 from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import failure_kind
 from hpcrl.report.timeline.spans import IMPORT, REQUESTS, SANDBOXES_NOW, process_began, role_timeline
+from hpcrl.report.trackers.live import sending_live
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import keep_engines
@@ -143,7 +144,8 @@ def main() -> int:
         follow()
         with without_collection():
             work = RolloutInputs(context)
-        ended = asyncio.run(serve(work))
+        with sending_live(context.options, context.rundir.root):
+            ended = asyncio.run(serve(work))
 
     return act("rollout", context, 0, body) or ended
 

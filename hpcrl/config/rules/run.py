@@ -186,6 +186,10 @@ def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
     yield from _inert_in_loop(o)
     if o.weight_transfer != "disk":
         yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
+    if not o.use_wandb and not o.report_to:
+        yield "wandb_project", "no tracker is given"
+    if not o.use_wandb and "wandb" not in o.report_to:
+        yield "wandb_group wandb_mode", "--use-wandb is not given"
     if not o.eval_config and not any(paths_of(o, name) for name in POINTS):
         yield "live_code code_path", "no function of your own is given"
     if o.num_rollout is not None:

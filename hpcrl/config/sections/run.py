@@ -99,6 +99,23 @@ class InspectOptions(Base):
     debug_train_only: bool = opt(False, "train without engines: on --load-debug-rollout-data, or on labels", "slime")
 
 
+# ---- trackers
+
+
+class TrackerOptions(Base):
+    """trackers: metrics during the run (docs/runs.md)"""
+
+    use_wandb: bool = opt(False, "send metrics to Weights & Biases during the run", "slime")
+    wandb_project: str | None = opt(None, "project at the tracker; default: the recipe's name", "slime")
+    wandb_group: str | None = opt(None, "group of the run at Weights & Biases", "slime")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = opt(
+        None, "offline: files in the stage's directory, for `wandb sync`; default: $WANDB_MODE, or online", "slime"
+    )
+    report_to: list[Literal["wandb", "trackio", "mlflow"]] = opt(
+        [], "trackers that get the metrics during the run", "trl"
+    )
+
+
 # ---- weights
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hpcrl.report.trackers.record import COLUMNS, TrackedStage
 
@@ -12,8 +14,9 @@ NOT_TAKEN = re.compile(r"[^\w\-. /:]")  #: in the name of a metric, such as pass
 LONGEST = 500  #: characters of an option's value that MLflow takes
 
 
-def send(stage: TrackedStage) -> str:
-    """Log what is new; returns the run's identifier there."""
+@contextmanager
+def opened(stage: TrackedStage) -> Iterator[Callable[[TrackedStage], str]]:
+    """A function that logs what is new, and returns the run's identifier there."""
     import mlflow
 
     experiment = mlflow.set_experiment(stage.project)
@@ -23,11 +26,15 @@ def send(stage: TrackedStage) -> str:
     with mlflow.start_run(run_id=again, run_name=stage.name, tags={TAG: stage.identity}) as run:
         if again is None:
             mlflow.log_params({name: json.dumps(value)[:LONGEST] for name, value in stage.options.items()})
-        for step, values in stage.rows:
-            mlflow.log_metrics({NOT_TAKEN.sub("_", name): value for name, value in values.items()}, step=step)
-        if stage.samples:
-            rows = [dict(zip(COLUMNS, row, strict=True)) for row in stage.samples]
-            mlflow.log_dict({"samples": rows}, "samples.json")
-        if stage.report is not None:
-            mlflow.log_artifact(str(stage.report))
-        return str(run.info.run_id)
+
+        def send(stage: TrackedStage) -> str:
+            for step, values in stage.rows:
+                mlflow.log_metrics({NOT_TAKEN.sub("_", name): value for name, value in values.items()}, step=step)
+            if stage.samples:
+                rows = [dict(zip(COLUMNS, row, strict=True)) for row in stage.samples]
+                mlflow.log_dict({"samples": rows}, "samples.json")
+            if stage.report is not None:
+                mlflow.log_artifact(str(stage.report))
+            return str(run.info.run_id)
+
+        yield send

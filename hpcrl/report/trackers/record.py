@@ -17,7 +17,7 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,7 +37,7 @@ from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.plugins import PluginFolder
 from hpcrl.utils.untrusted_files import open_append
 
-TRACKERS = PluginFolder(Path(__file__).parent, "send")
+TRACKERS = PluginFolder(Path(__file__).parent, "opened")
 SENT = "sync.json"
 SAMPLES = 32  #: of the last step, in the table of samples
 HIDDEN = ("train_env_vars",)  #: options whose values are environment variables
@@ -51,7 +51,7 @@ class TrackedStage:
     """What is sent of one stage.
 
     Attributes:
-        project: what the tracker groups runs by: the recipe's name.
+        project: what the tracker groups runs by: --wandb-project, or the recipe's name.
         name: the run's, with its stage.
         identity: the same for the same stage each time it is sent.
         options: the resolved options, values of JSON.
@@ -70,34 +70,62 @@ class TrackedStage:
     report: Path | None
 
 
-def sync(run: Run, tracker: str, report: Path | None) -> Iterator[tuple[str, int, str]]:
-    """Send what is new of every stage; yields (name, records, where it can be looked at) of each.
-
-    Raises:
-        UsageError: for a tracker that there is not, or that is not installed.
-        HpcrlError: if it refuses what it is sent, or another process is sending the run.
-    """
+def check_tracker(tracker: str) -> None:
+    """Raise UsageError for a tracker that there is not, or that is not installed."""
     if tracker not in TRACKERS:
         raise UsageError(f"--to {tracker} is not a tracker", TRACKERS.hint(tracker))
     needed = TRACKERS.literals(tracker, {"NEEDS": (tracker,)})["NEEDS"]
     if lacking := [name for name in needed if not _installed(name)]:
         raise UsageError(f"{', '.join(lacking)} is not installed here", f"pip install 'hpcrl[{tracker}]'")
-    send = importlib.import_module(f"hpcrl.report.trackers.{tracker}").send
-    with sending(run.root):
-        sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
-        for stage in run.stages:
-            before = sent.get(tracker, {}).get(stage.name, 0.0)
-            rows = [row for row in read_metrics(stage.root / "metrics.jsonl") if _time(row) > before]
-            if not rows:
-                continue
-            found = _tracked(run, stage, rows, report)
-            try:
-                place = send(found)
-            except Exception as error:
-                raise HpcrlError(f"{tracker} has not taken {found.name}: {type(error).__name__}: {error}") from error
-            sent.setdefault(tracker, {})[stage.name] = max(map(_time, rows))
-            write_atomic(run.root / SENT, msgspec.json.encode(sent))
-            yield found.name, len(rows), place
+
+
+class Sender:
+    """Sends runs to one tracker; the stage that was sent last stays open there until `close`.
+
+    Raises:
+        UsageError: as of `check_tracker`.
+    """
+
+    def __init__(self, tracker: str) -> None:
+        check_tracker(tracker)
+        self._tracker = tracker
+        self._stack = contextlib.ExitStack()
+        self._open: tuple[str, Callable[[TrackedStage], str]] | None = None
+
+    def send_new(self, run: Run, report: Path | None, samples: bool = True) -> Iterator[tuple[str, int, str]]:
+        """Send what is new of every stage; yields (name, records, where it can be looked at) of each.
+
+        Raises:
+            HpcrlError: if the tracker refuses what it is sent, or another process is sending the run.
+        """
+        with sending(run.root):
+            sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
+            for stage in run.stages:
+                before = sent.get(self._tracker, {}).get(stage.name, 0.0)
+                rows = [row for row in read_metrics(stage.root / "metrics.jsonl") if _time(row) > before]
+                if not rows:
+                    continue
+                found = _tracked(run, stage, rows, report, samples)
+                try:
+                    place = self._send(found)
+                except Exception as error:
+                    what = f"{type(error).__name__}: {error}"
+                    raise HpcrlError(f"{self._tracker} has not taken {found.name}: {what}") from error
+                sent.setdefault(self._tracker, {})[stage.name] = max(map(_time, rows))
+                write_atomic(run.root / SENT, msgspec.json.encode(sent))
+                yield found.name, len(rows), place
+
+    def _send(self, stage: TrackedStage) -> str:
+        if self._open is None or self._open[0] != stage.identity:
+            self.close()
+            opened = importlib.import_module(f"hpcrl.report.trackers.{self._tracker}").opened
+            self._open = stage.identity, self._stack.enter_context(opened(stage))
+        return self._open[1](stage)
+
+    def close(self) -> None:
+        """Close the stage there."""
+        self._open = None
+        self._stack.close()
 
 
 def _installed(name: str) -> bool:
@@ -122,14 +150,16 @@ def _time(row: Mapping[str, Any]) -> float:
     return row["time"] if number(row.get("time")) else 0.0
 
 
-def _tracked(run: Run, stage: StageFiles, rows: list[dict[str, Any]], report: Path | None) -> TrackedStage:
+def _tracked(
+    run: Run, stage: StageFiles, rows: list[dict[str, Any]], report: Path | None, samples: bool = True
+) -> TrackedStage:
     options = without_secrets(load_json(stage.root / "options.json", dict[str, Any], run.notes) or {})
     name = f"{run.root.name}/{stage.name}" if stage.name else run.root.name
     values = [(row["rollout_id"] + 1, _numbers(row)) for row in rows]
     identity = hashlib.sha256(f"{_identity(run.root)}/{stage.name}".encode()).hexdigest()[:16]
-    project = str(options.get("name") or "hpcrl")
+    project = str(options.get("wandb_project") or options.get("name") or "hpcrl")
     return TrackedStage(stage.root, project, name, identity, options, sorted(values, key=lambda pair: pair[0]),
-                        _samples(stage), report)  # fmt: skip
+                        _samples(stage) if samples else [], report)  # fmt: skip
 
 
 def _identity(root: Path) -> str:

@@ -4,14 +4,17 @@ TRACKIO_SPACE_ID names; it takes no report."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hpcrl.report.trackers.record import COLUMNS, TrackedStage
 
 NEEDS = ("trackio", "pandas")  #: it makes its tables of DataFrames
 
 
-def send(stage: TrackedStage) -> str:
-    """Log what is new; returns what it is called there."""
+@contextmanager
+def opened(stage: TrackedStage) -> Iterator[Callable[[TrackedStage], str]]:
+    """A function that logs what is new, and returns what the run is called there."""
     import trackio
 
     trackio.init(
@@ -21,12 +24,16 @@ def send(stage: TrackedStage) -> str:
         config=dict(stage.options),
         resume="allow",
     )
-    for step, values in stage.rows:
-        trackio.log(values, step=step)
-    if stage.samples:
-        import pandas
 
-        table = trackio.Table(dataframe=pandas.DataFrame(stage.samples, columns=list(COLUMNS)))
-        trackio.log({"samples": table}, step=stage.rows[-1][0])
+    def send(stage: TrackedStage) -> str:
+        for step, values in stage.rows:
+            trackio.log(values, step=step)
+        if stage.samples:
+            import pandas
+
+            table = trackio.Table(dataframe=pandas.DataFrame(stage.samples, columns=list(COLUMNS)))
+            trackio.log({"samples": table}, step=stage.rows[-1][0])
+        return f"{stage.project}: {stage.name}"
+
+    yield send
     trackio.finish()
-    return f"{stage.project}: {stage.name}"

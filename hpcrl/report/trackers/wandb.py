@@ -3,11 +3,15 @@ directory, for `wandb sync`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from hpcrl.report.trackers.record import COLUMNS, TrackedStage
 
 
-def send(stage: TrackedStage) -> str:
-    """Log what is new; returns the page of the run, or its directory."""
+@contextmanager
+def opened(stage: TrackedStage) -> Iterator[Callable[[TrackedStage], str]]:
+    """A function that logs what is new, and returns the page of the run, or its directory."""
     import wandb
 
     run = wandb.init(
@@ -16,18 +20,22 @@ def send(stage: TrackedStage) -> str:
         id=stage.identity,
         resume="allow",
         dir=str(stage.root),
+        group=stage.options.get("wandb_group"),
         config=dict(stage.options),
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which wandb's own count would refuse
-    for step, values in stage.rows:
-        run.log({"step": step, **values})
-    if stage.samples:
-        run.log({"samples": wandb.Table(columns=list(COLUMNS), data=stage.samples)})
-    if stage.report is not None:
-        page = wandb.Artifact(f"report-{stage.identity}", type="report")
-        page.add_file(str(stage.report))
-        run.log_artifact(page)
-    place = run.url or run.dir
+
+    def send(stage: TrackedStage) -> str:
+        for step, values in stage.rows:
+            run.log({"step": step, **values})
+        if stage.samples:
+            run.log({"samples": wandb.Table(columns=list(COLUMNS), data=stage.samples)})
+        if stage.report is not None:
+            page = wandb.Artifact(f"report-{stage.identity}", type="report")
+            page.add_file(str(stage.report))
+            run.log_artifact(page)
+        return str(run.url or run.dir)
+
+    yield send
     run.finish()
-    return str(place)

@@ -34,9 +34,7 @@ from tests.support.published_models import MODELS
 ROOT = Path(__file__).parents[3]
 NEEDLESS = {flag: verdict.text for flag, verdict in verdicts().items() if verdict.way == "needless"}
 TRACKERS = (
-    "use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project "
-    "disable-wandb-random-suffix wandb-always-use-train-step wandb-run-id use-tensorboard tb-project-name "
-    "tb-experiment-name ci-save-grad-norm ci-load-grad-norm dump-details"
+    "use-tensorboard tb-project-name tb-experiment-name ci-save-grad-norm ci-load-grad-norm dump-details lora-debug"
 ).split()
 LOGGED = ["use-rollout-entropy"]
 #: how samples travel, requests are spread, processes are placed: no option of hpcrl's has such a choice
@@ -45,7 +43,9 @@ ONE_WAY = (
     "rollout-storage-profile rollout-storage-declaration rollout-queue-segment-mib rollout-io-concurrency "
     "rollout-queue-online-gc vllm-router-policy use-slime-router router-policy use-distributed-post num-gpus-per-node "
     "train-memory-margin-bytes model-name megatron-to-hf-mode ci-test ci-disable-kl-checker "
-    "disable-compute-advantages-and-returns"
+    "disable-compute-advantages-and-returns rollout-queue-lease-seconds rollout-session-id rollout-cleanup-timeout "
+    "rollout-routed-experts-store-dir routing-replay-prefetch-microbatches keep-rollout-routed-experts-files "
+    "wandb-dir wandb-key wandb-host wandb-team disable-wandb-random-suffix wandb-always-use-train-step wandb-run-id"
 ).split()
 #: settings of SGLang's whose counterpart vLLM does not let one set
 OF_SGLANG = "sglang-enable-dp-attention sglang-enable-dp-lm-head sglang-moe-dense-tp-size sglang-enable-metrics".split()
@@ -71,6 +71,8 @@ SHOWN = {
     "rollout-health-check-interval": "tests/engine/test_health.py::test_server_answers_for_a_busy_core",
     "rollout-health-check-first-wait": "tests/engine/test_updates_and_ends.py::test_engine_hanging_during_start",
     "lora-adapter-name": "tests/engine/test_adapter.py::test_log_probs_are_those_of_merged_weights",
+    "force-fp8-ue8m0-scale": "tests/engine/test_fp8_scales.py::test_scales_of_a_converted_checkpoint",
+    "save-lora": "tests/models/convert/test_adapter.py::test_an_adapter_in_files",
     "lora-sync-from-tensor": "tests/engine/test_adapter_updates.py::test_adapters_of_ranks_in_an_engine",
     "sglang-watchdog-timeout": "tests/engine/test_health.py::test_call_lasts_as_long_as_its_caller_waits",
 }

@@ -14,39 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError
+from hpcrl.report.trackers.live import sending_live, trackers_of
 from hpcrl.report.trackers.record import LOCK, SENT, TRACKERS, sending
 from tests.documents.texts import REPO, printed
 from tests.support.children import read_line
 from tests.support.queues import until
 from tests.support.rundirs import begin, log, make, put, steps
+from tests.support.stand_in_trackers import stand_ins
 
 pytestmark = pytest.mark.process
 
-STAND_IN = """\
-import os, sys, time
-from pathlib import Path
-FOLDER = Path(os.environ["CALLS"])
-class Anything:
-    url = dir = run_id = experiment_id = "there"
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *given, **more: self.call(name, given, more)
-    def call(self, name, given, more):
-        with (FOLDER / "calls").open("a") as file:
-            file.write(f"{name} {given} {more}\\n")
-        while name in ("log", "log_metrics") and not (FOLDER / "continue").exists():
-            time.sleep(0.02)
-        return [] if name == "search_runs" else self
-    def __enter__(self):
-        return self
-    def __exit__(self, *_):
-        pass
-made = Anything()
-made.info = made
-__getattr__ = made.__getattr__
-"""
 COUNT = 5  #: records of the run
 
 
@@ -73,10 +52,8 @@ class Typing:
             "MLFLOW_ALLOW_FILE_STORE": "true",
             "PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}",
         }
-        for name in () if real else (tracker, "pandas"):
-            (folder / "packages" / name).mkdir(parents=True)
-            (folder / "packages" / name / "__init__.py").write_text(STAND_IN)
-            self.place["PYTHONPATH"] = f"{REPO}:{folder / 'packages'}"
+        if not real:
+            self.place |= stand_ins(folder, tracker, "pandas", waits=True)
 
     def start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -134,6 +111,20 @@ def test_a_killed_one_leaves_no_lock(run: Path, tmp_path: Path) -> None:
     (tmp_path / "continue").touch()
     said = ends(typing.start())
     assert f"{COUNT} records" in said and "waiting" not in said
+
+
+def test_metrics_are_sent_as_they_come(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record once, the last when the run ends; W&B's mode comes from its option."""
+    for name, value in stand_ins(tmp_path, "wandb", "pandas").items():
+        monkeypatch.setenv(name, value)
+    typing = Typing(tmp_path, run, "wandb", real=True)
+    options = Options(use_wandb=True, wandb_mode="offline", report_to=["wandb"])
+    with sending_live(options, run):
+        until(lambda: len(typing.logged()) == COUNT, 60)
+        log(run, {"rollout_id": COUNT, "time": 9e9, "train/loss": 1.0})
+    assert len(typing.logged()) == COUNT + 1 and sum(line.startswith("finish") for line in typing.calls()) == 1
+    assert sum("'samples'" in line for line in typing.calls()) == 1
+    assert trackers_of(options) == ["wandb"] and not trackers_of(Options(use_wandb=True, wandb_mode="disabled"))
 
 
 @pytest.mark.parametrize("tracker", TRACKERS.names())

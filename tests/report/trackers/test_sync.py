@@ -98,7 +98,7 @@ def test_what_fails_is_sent_again(
     def refuses(stage: object) -> str:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(importlib.import_module("hpcrl.report.trackers.wandb"), "send", refuses)
+    monkeypatch.setattr(importlib.import_module("hpcrl.report.trackers.wandb"), "opened", refuses)
     assert main(["report", str(run), "--to", "wandb"]) == 1
     assert "ConnectionError: no network" in capsys.readouterr().err
     monkeypatch.undo()
