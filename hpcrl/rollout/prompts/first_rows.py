@@ -14,10 +14,10 @@ from pathlib import Path
 
 from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
-from hpcrl.config.prompt_words import KINDS, PromptWord, read_words
+from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.prompts.row_checks import Keys, keys_in, oddity, read_row
-from hpcrl.rollout.prompts.rows import first_parquet_rows, first_rows, nothing_in, open_rows
+from hpcrl.rollout.prompts.rows import open_rows
 from hpcrl.sandbox.harbor.rows import TaskRows
 from hpcrl.sandbox.harbor.task import CONFIG
 from hpcrl.utils.check_results import Finding
@@ -81,19 +81,13 @@ def _check_rows(options: Options, word: PromptWord, keys: Keys) -> str:
     if path.is_dir():
         _look_at_tasks(options, word, keys)
         return ""
-    parquet = path.suffix == ".parquet"
-    if not path.is_file() or (parquet and find_spec("pyarrow") is None):
+    if not path.is_file() or (path.suffix == ".parquet" and find_spec("pyarrow") is None):
         return ""
-    if not word.whole or path.suffix not in KINDS:
-        if path.stat().st_size > SLICED:
-            return ""
-        opened = open_rows(word)
-        rows = ((opened.where(at), opened[at]) for at in range(min(FIRST, len(opened))))
-    else:
-        rows = first_parquet_rows(path, FIRST) if parquet else first_rows(path, FIRST)
-    notes = [oddity(where, read_row(where, row, keys), keys) for where, row in rows]
-    if not notes:
-        raise nothing_in(word)
+    if not word.whole and path.stat().st_size > SLICED:
+        return ""
+    rows = open_rows(word, FIRST if word.whole else None)
+    looked = ((rows.where(at), rows[at]) for at in range(min(FIRST, len(rows))))
+    notes = [oddity(where, read_row(where, row, keys), keys) for where, row in looked]
     return next(filter(None, notes), "")
 
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_right
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from hpcrl.config.prompt_words import KINDS, PromptWord
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.sandbox.harbor.rows import TaskRows
-
-if TYPE_CHECKING:
-    import numpy as np
 
 BOM = b"\xef\xbb\xbf"
 
@@ -58,8 +56,11 @@ class PromptRows(Protocol):
         ...
 
 
-def open_rows(word: PromptWord) -> PromptRows:
+def open_rows(word: PromptWord, most: int | None = None) -> PromptRows:
     """The rows that a word names.
+
+    Args:
+        most: rows of the file that are read at most, without its SHA-256; None: all.
 
     Raises:
         DataError: if the file cannot be read, is of no known kind, or the slice is empty.
@@ -69,9 +70,9 @@ def open_rows(word: PromptWord) -> PromptRows:
         if path.is_dir():
             rows: PromptRows = TaskRows(path, word.rows)
         elif path.suffix == ".parquet":
-            rows = ParquetRows(path, word.rows)
+            rows = ParquetRows(path, word.rows, most)
         elif path.suffix in KINDS:
-            rows = JsonlRows(path, word.rows)
+            rows = JsonlRows(path, word.rows, most)
         else:
             raise DataError(
                 f"{path} is not a {' or '.join(KINDS)} file",
@@ -80,20 +81,11 @@ def open_rows(word: PromptWord) -> PromptRows:
     except OSError as error:
         raise DataError(f"cannot read the prompt file {path}: {error.strerror or error}") from error
     if not len(rows):
-        raise nothing_in(word)
+        expected = "" if path.suffix == ".parquet" else "one JSON object a line is expected"
+        raise DataError(
+            f"{path if word.whole else word.word} holds no prompts", expected if word.whole else "choose other rows"
+        )
     return rows
-
-
-def nothing_in(word: PromptWord) -> DataError:
-    """The error for a file or a slice without rows."""
-    what = (
-        "choose other rows"
-        if not word.whole
-        else ""
-        if word.path.endswith(".parquet")
-        else "one JSON object a line is expected"
-    )
-    return DataError(f"{word.path if word.whole else word.word} holds no prompts", what)
 
 
 LFS = b"version https://git-lfs"
@@ -148,21 +140,29 @@ def _kind_of_file(text: bytes, number: int) -> tuple[str, str]:
 class JsonlRows:
     """A .jsonl file: one JSON object a line; blank lines count as lines and are not rows."""
 
-    def __init__(self, path: Path, rows: slice = slice(None)) -> None:
-        """Read it once, to the end.
+    def __init__(self, path: Path, rows: slice = slice(None), most: int | None = None) -> None:
+        """Read it once, to the end or to its row number `most`.
 
         Raises:
             OSError: as `open`.
         """
         self.path = path
         self._file = path.open("rb")
-        starts, numbers, self.size, self.sha256 = _index(self._file)
-        taken = range(len(numbers))[rows]
-        first, last = (taken[0], taken[-1] + 1) if len(taken) else (0, 0)
-        self._starts = starts[first : last + 1].copy()
-        self._first_line = int(numbers[first]) if len(taken) else 1
-        together = not len(taken) or int(numbers[last - 1]) - self._first_line == len(taken) - 1
-        self._lines = None if together else numbers[first:last].copy()  # without blank lines they follow from the first
+        self._begins, self._blanks = array("q"), array("q")  # of each row; of each blank line the rows before it
+        self.size = 0
+        digest = hashlib.sha256()
+        for number, text in enumerate(self._file, 1):
+            if (text.removeprefix(BOM) if number == 1 else text).strip():
+                self._begins.append(self.size)
+            else:
+                self._blanks.append(len(self._begins))
+            digest.update(text)
+            self.size += len(text)
+            if len(self._begins) == most:
+                break
+        self._taken = range(len(self._begins))[rows]
+        self._begins.append(self.size)
+        self.sha256 = digest.hexdigest()
         self._written = self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
@@ -170,11 +170,10 @@ class JsonlRows:
         return found.st_size, found.st_mtime_ns
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._taken)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        begin = int(self._starts[index])
-        end = int(self._starts[index + 1])
+        begin, end = self._begins[self._taken[index] : self._taken[index] + 2]
         text = os.pread(self._file.fileno(), end - begin, begin)
         if self._stamp() != self._written:
             raise DataError(
@@ -183,59 +182,11 @@ class JsonlRows:
         return _decoded(self.path, self.line(index), text)
 
     def line(self, index: int) -> int:
-        return self._first_line + index if self._lines is None else int(self._lines[index])
+        at = self._taken[index]
+        return at + 1 + bisect_right(self._blanks, at)
 
     def where(self, index: int) -> str:
         return f"{self.path}, line {self.line(index)}"
-
-
-def _index(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, int, str]:
-    """Where every row of a .jsonl file begins (int64 [rows + 1], the last is its end), their line numbers, its size and
-    SHA-256."""
-    digest = hashlib.sha256()
-    at = 0
-    begins = array("q")
-    lines = array("q")
-    for number, text in enumerate(file, 1):
-        digest.update(text)
-        if not _blank(text, number):
-            begins.append(at)
-            lines.append(number)
-        at += len(text)
-    begins.append(at)
-    import numpy as np  # not where nothing is read: it takes as long as much of a command's start
-
-    return np.asarray(begins, np.int64), np.asarray(lines, np.int64), at, digest.hexdigest()
-
-
-def _blank(text: bytes, number: int) -> bool:
-    """Whether line `number` of a .jsonl file holds no row."""
-    return not (text.removeprefix(BOM) if number == 1 else text).strip()
-
-
-def first_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of the first rows of a .jsonl file, without reading the rest.
-
-    Raises:
-        DataError: as `PromptRows`.
-    """
-    found = 0
-    try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if _blank(text, number):
-                    continue
-                yield f"{path}, line {number}", _decoded(path, number, text)
-                found += 1
-                if found == count:
-                    return
-    except OSError as error:
-        raise DataError(f"cannot read the prompt file {path}: {error.strerror}") from error
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def kind_of_json(value: Any) -> str:
@@ -250,8 +201,8 @@ def kind_of_json(value: Any) -> str:
 class ParquetRows:
     """The rows of a parquet file, or of a slice of it."""
 
-    def __init__(self, path: Path, rows: slice = slice(None)) -> None:
-        """Read it. HpcrlError without pyarrow.
+    def __init__(self, path: Path, rows: slice = slice(None), most: int | None = None) -> None:
+        """Read it, of `most` the first rows alone. HpcrlError without pyarrow.
 
         Raises:
             DataError: if the file is not parquet.
@@ -266,11 +217,16 @@ class ParquetRows:
             ) from None
         self.path = path
         self.size = path.stat().st_size
-        self.sha256 = sha256_of(path)
         try:
-            table = parquet.ParquetFile(path, memory_map=True).read()
+            file = parquet.ParquetFile(path, memory_map=True)
+            if most is None:
+                table = file.read()
+            else:
+                table = arrow.Table.from_batches(islice(file.iter_batches(most), 1), file.schema_arrow)
         except arrow.ArrowException as error:
             raise _no_parquet(path, error) from error
+        with path.open("rb") as data:
+            self.sha256 = hashlib.file_digest(data, "sha256").hexdigest() if most is None else ""
         taken = range(table.num_rows)[rows]
         self._first = taken[0] if len(taken) else 0
         self._batches = table.slice(self._first, len(taken)).combine_chunks()
@@ -280,27 +236,14 @@ class ParquetRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         (row,) = self._batches.slice(index, 1).to_pylist()
-        return _without_nulls(row)
+        # Arrow gives every object of a column the keys of all of them
+        return {key: _without_nulls(value) for key, value in row.items()}
 
     def line(self, index: int) -> int:
         return self._first + index + 1
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {self.line(index)}"
-
-
-def first_parquet_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of the first rows, without reading the rest."""
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=count)
-        rows = next(batches, None)
-    except (arrow.ArrowException, OSError) as error:
-        raise _no_parquet(path, error) from error
-    for number, row in enumerate([] if rows is None else rows.to_pylist(), 1):
-        yield f"{path}, row {number}", _without_nulls(row)
 
 
 def _no_parquet(path: Path, error: Exception) -> DataError:
@@ -310,15 +253,7 @@ def _no_parquet(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is not a parquet file: {error}")
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, and nulls inside of its columns left out: Arrow gives every object of a column the keys of all of
-    them."""
-    return {key: _clean(value) for key, value in row.items()}
-
-
-def _clean(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _clean(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import PromptWord
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.rollout.prompts import first_rows
-from hpcrl.rollout.prompts.rows import first_parquet_rows, open_rows
+from hpcrl.rollout.prompts.rows import open_rows
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "1"}], "label": "1", "metadata": {"a": 1}},
@@ -56,7 +56,8 @@ def test_rows_slices_and_nulls(tmp_path: Path) -> None:
     assert rows.where(2) == f"{path}, row 3"
     last = open_rows(PromptWord("p", str(path), -1))
     assert (len(last), last[0]["label"], last.line(0)) == (1, "3", 3)
-    assert [row["label"] for _, row in first_parquet_rows(path, 2)] == ["1", None]
+    first = open_rows(PromptWord("p", str(path)), 2)
+    assert [first[i]["label"] for i in range(len(first))] == ["1", None]
     with pytest.raises(DataError, match="holds no prompts"):
         open_rows(PromptWord("p", str(path), 3))
 

@@ -14,7 +14,7 @@ from hpcrl.config.plugin_names import declared, plugin_names
 from hpcrl.config.prompt_words import read_word
 from hpcrl.errors import DataError
 from hpcrl.rollout.prompts.row_checks import Keys, read_row
-from hpcrl.rollout.prompts.rows import first_rows, kind_of_json, open_rows
+from hpcrl.rollout.prompts.rows import kind_of_json, open_rows
 from hpcrl.rollout.rewards.f1 import f1
 
 CHAT = Keys("q", "a", "m", "t", chat_template=True, label_needed=True)
@@ -210,7 +210,8 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
         assert found.where(0) == f"{path}, line {lines[next(iter(rows))]}"
         assert (found.size, found.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
     for count in (1, 3, 4, 9):
-        assert [(where, row["n"]) for where, row in first_rows(path, count)] == [
+        found = open_rows(read_word(str(path), "--x"), count)
+        assert [(found.where(at), found[at]["n"]) for at in range(len(found))] == [
             (f"{path}, line {line}", n) for n, line in enumerate(lines)
         ][:count]
 
@@ -223,13 +224,10 @@ def test_lines_that_are_no_rows(line: str, said: str, tmp_path: Path) -> None:
     assert rows[0] == {"n": 0}
     with pytest.raises(DataError, match=f"line 2: .*{said}"):
         rows[1]
-    taken = first_rows(path, 2)
-    assert next(taken)[1] == {"n": 0}
-    with pytest.raises(DataError, match=f"line 2: .*{said}"):
-        next(taken)
-    assert len(list(first_rows(path, 1))) == 1, "what comes after the rows that are wanted is not read"
+    first = open_rows(read_word(str(path), "--x"), 1)
+    assert (len(first), first.size) == (1, path.read_bytes().index(b"\n") + 1), "the first row alone"
     with pytest.raises(DataError, match="cannot read"):
-        next(first_rows(tmp_path / "absent.jsonl", 1))
+        open_rows(read_word(str(tmp_path / "absent.jsonl"), "--x"), 1)
 
 
 def test_a_mark_before_a_blank_line_is_no_row(tmp_path: Path) -> None:
@@ -237,4 +235,4 @@ def test_a_mark_before_a_blank_line_is_no_row(tmp_path: Path) -> None:
     path.write_bytes(b'\xef\xbb\xbf\n{"n": 0}\n')
     found = open_rows(read_word(str(path), "--x"))
     assert (len(found), found[0], found.line(0)) == (1, {"n": 0}, 2)
-    assert [row for _, row in first_rows(path, 9)] == [{"n": 0}]
+    assert open_rows(read_word(str(path), "--x"), 9)[0] == {"n": 0}
