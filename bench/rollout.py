@@ -131,7 +131,7 @@ def kept(found: EngineClient, folder: Path, tokens: int, prompt: int = 64) -> Ca
 
     async def one(_: int) -> None:
         ids = np.full(prompt, 5 + ledger.following % 90, np.int32)
-        asked = Prompt(0, "x" * prompt, ids, label="42")
+        asked = Prompt("x" * prompt, ids, label="42")
         group = Group(ledger.following, asked)
         ledger.issue(group.number)
         parts = [found.complete(ids, how, group.number * EACH + index, 0) for index in range(EACH)]

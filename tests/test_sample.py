@@ -60,7 +60,7 @@ def assert_same(one: Sample, other: Sample, but: tuple[str, ...] = ()) -> None:
 
 
 def through_bank(sample: Sample, _: Path) -> Sample:
-    group = Group(4, Prompt(0, 0, np.asarray([5], np.int32)))
+    group = Group(4, Prompt(0, np.asarray([5], np.int32)))
     return bank.decode(bank.encode(GroupProgress(group, {0: [sample]})), group).finished[0][0]
 
 

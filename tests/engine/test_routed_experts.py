@@ -93,7 +93,7 @@ async def two_turns(options: Options, generator: Any) -> list[Sample]:
     custom.use(generator, lambda: 2048)
     try:
         await custom.start()
-        groups = [Group(number, Prompt(number, "1+1=", tokens, "")) for number, tokens in enumerate(PROMPTS)]
+        groups = [Group(number, Prompt("1+1=", tokens, "")) for number, tokens in enumerate(PROMPTS)]
         asked = [ResponseRequest(group, index, 0, 0) for group in groups for index in range(EACH)]
         return [sample for samples in await asyncio.gather(*map(custom.make, asked)) for sample in samples]
     finally:
@@ -101,7 +101,7 @@ async def two_turns(options: Options, generator: Any) -> list[Sample]:
 
 
 def batch_of(found: list[list[Completion]]) -> SampleBatch:
-    prompts = [Prompt(line=0, raw="", tokens=tokens, label=None, metadata={}) for tokens in PROMPTS]
+    prompts = [Prompt(raw="", tokens=tokens, label=None, metadata={}) for tokens in PROMPTS]
     samples = [
         completion.sample(group, index, prompt, "")
         for group, (prompt, completions) in enumerate(zip(prompts, found, strict=True))

@@ -33,9 +33,7 @@ def make(group: int, index: int, length: int = 3, version: int = 5, **fields: ob
 
 
 def groups(count: int, first: int = 0) -> list[Group]:
-    file = PromptFile(
-        Path("p.jsonl"), tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(first + count)), 0, ""
-    )
+    file = PromptFile(Path("p.jsonl"), tuple(Prompt(i, np.asarray([i], np.int32)) for i in range(first + count)), 0, "")
     return PromptSource(file, 0, False).next_groups(first + count)[first:]
 
 

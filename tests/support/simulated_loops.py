@@ -166,7 +166,7 @@ class Rollouts:
         self.options = options
         rundir = RunDir.create(root)
         rundir.make_attempt()
-        prompts = tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(64))
+        prompts = tuple(Prompt(i, np.asarray([i], np.int32)) for i in range(64))
         self.store = GroupStore(options, PromptSource(PromptFile(Path("p"), prompts, 0, ""), 3, True), rundir)
         self.store._kept = False  # groups on disk are no matter of overlap, and would be most of what this costs
         self.store.restore(0, None)

@@ -14,6 +14,7 @@ option, and the prompt's number.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,15 @@ class CustomSource:
         self._reading = ReadOptions.from_options(options, tokenizer)
         self._tokenizer = tokenizer.given(options.apply_chat_template_kwargs)
         if self._reading.keys.chat_template:
-            self._tokenizer.need_template(self._tokenizer.template_kwargs)
+            self._tokenizer.need_template()
         with named(self._shown):
             self.own = function(Arguments(options))
         # group -> (the prompt's number, its row), of those that are handed out and not known to be trained or dropped
         self._rows: dict[int, tuple[int, dict[str, Any]]] = {}
         self._next = self._given = self._dropped = 0
-        self._types = self._declared()
-
-    def _declared(self) -> tuple[str, ...]:
         what = "a list of names of rewards is wanted"
-        return expect(
-            f"{self._shown}.{TYPES}",
-            getattr(self.own, TYPES, ()),
-            what,
-            lambda found: tuple(map(str.strip, found)),
-        )
+        types = getattr(self.own, TYPES, ())
+        self._types = expect(f"{self._shown}.{TYPES}", types, what, lambda found: tuple(map(str.strip, found)))
 
     def file(self) -> PromptFile:
         """As a file of unknown length is for code that counts prompts, or loads the rewards that they name.
@@ -119,7 +113,7 @@ class CustomSource:
     def _row(self, number: int, row: Any) -> dict[str, Any]:
         """A row as a file would have it: what JSON makes of it."""
         row = dict(row) if isinstance(row, Mapping) else {self._reading.keys.input: row}
-        return plain_json(_where(self._shown, number), row)
+        return plain_json(f"{self._shown}, prompt {number + 1}", row)
 
     def _check_types(self, drawn: Drawn) -> None:
         for name, where in drawn.types.items():
@@ -194,30 +188,18 @@ class CustomSource:
         self._rows = rows
 
 
+@dataclass
 class _Given:
     """Prompts of the class, each with its number from 0, as rows of a file."""
 
-    path = Path()
-    size = 0
-    sha256 = ""
-
-    def __init__(self, shown: str, rows: list[tuple[int, dict[str, Any]]]) -> None:
-        self._shown = shown
-        self._rows = rows
+    shown: str
+    rows: list[tuple[int, dict[str, Any]]]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index][1]
-
-    def line(self, index: int) -> int:
-        return self._rows[index][0] + 1
+        return self.rows[index][1]
 
     def where(self, index: int) -> str:
-        return _where(self._shown, self._rows[index][0])
-
-
-def _where(shown: str, number: int) -> str:
-    """How an error calls prompt `number`, from 0, of those that the class has given."""
-    return f"{shown}, prompt {number + 1}"
+        return f"{self.shown}, prompt {self.rows[index][0] + 1}"

@@ -10,7 +10,8 @@ prompt.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ class Prompt:
         rejected: those of the worse response, whose text is worse (only where what the file holds is learned).
     """
 
-    line: int
     raw: Any
     tokens: np.ndarray
     label: Any = None
@@ -152,7 +152,7 @@ def read_prompts(word: PromptWord | str | Path, reading: ReadOptions, tokenizer:
     """
     word = word if isinstance(word, PromptWord) else PromptWord(str(word), str(word))
     if reading.keys.chat_template:
-        tokenizer.need_template(tokenizer.template_kwargs)
+        tokenizer.need_template()
     rows = open_rows(word)
     drawn = Drawn(rows, reading, tokenizer)
     kept = drawn.check()
@@ -222,69 +222,57 @@ class Drawn(Sequence[Prompt]):
             raise IndexError(index)
         at = index if self.kept is None else int(self.kept[index])
         row = self._row(at)
-        (tokens,) = encode(list(self._texts([(at, row)])), self._tokenizer)
-        worse = row.learned[1] if len(row.learned) > 1 else None
-        target, rejected = (*tokens.targets, None, None)[:2]
-        metadata = row.metadata | self._reading.overrides
-        where = self._rows.where(at)
+        (tokens,) = encode([self._render(at, row)], self._tokenizer)
         return Prompt(
-            self._rows.line(at),
             row.raw,
             tokens.prompt,
             row.label,
-            metadata,
-            target,
-            rejected,
-            worse,
-            tokens.mask,
-            where,
+            row.metadata | self._reading.overrides,
+            *(*tokens.targets, None, None)[:2],
+            row.learned[1] if len(row.learned) > 1 else None,
+            tokens.mask if self._reading.keys.conversation else None,
+            self._rows.where(at),
         )
 
     def check(self) -> np.ndarray:
         """Look at every row: int64, those that are not too long. Fills `types`.
 
-        Only what may be too long is encoded, which takes most of the time.
+        Only what may be too long is encoded, which takes most of the time, and memory of two hundred times its length.
 
         Raises:
             DataError: as `read_prompts`.
         """
-        kept: list[np.ndarray] = []
+        kept = array("q")
         for begin in range(0, len(self._rows), CHUNK):
-            rows = [(at, self._row(at)) for at in range(begin, min(begin + CHUNK, len(self._rows)))]
-            for at, row in rows:
+            unsure: dict[int, RenderedRow] = {}
+            for at in range(begin, min(begin + CHUNK, len(self._rows))):
+                row = self._row(at)
                 self._note_type(at, row)
-            texts = [(at, text) for (at, _), text in zip(rows, self._texts(rows), strict=True) if self._short(at, text)]
-            sure = [self._surely_fits(text) for _, text in texts]
-            measured = iter(
-                encode([text for (_, text), known in zip(texts, sure, strict=True) if not known], self._tokenizer)
-            )
-            fits = [at for (at, _), known in zip(texts, sure, strict=True) if known or self._fits(at, next(measured))]
-            kept.append(np.asarray(fits, np.int64))
-        return np.concatenate(kept)
+                text = self._render(at, row)
+                parts = (text.prompt, *(piece.text for target in text.targets for piece in target))
+                if max(map(len, parts)) > MOST_TEXT:
+                    continue
+                if not text.targets and self._tokenizer.surely_within(text.prompt, self._reading.limit):
+                    kept.append(at)
+                else:
+                    unsure[at] = text
+            measured = zip(unsure, encode([*unsure.values()], self._tokenizer), strict=True)
+            kept.extend(at for at, tokens in measured if self._fits(at, tokens))
+        return np.sort(np.asarray(kept, np.int64))
 
     def _row(self, at: int) -> PromptRow:
         return read_row(self._rows.where(at), self._rows[at], self._reading.keys)
 
     def _note_type(self, at: int, row: PromptRow) -> None:
         name = row.metadata.get("rm_type") if self._reading.keys.own_types else None
-        if name is not None and name.strip() and name.strip() not in self.types:
-            self.types[name.strip()] = self._rows.where(at)
+        if name is not None and name.strip():
+            self.types.setdefault(name.strip(), self._rows.where(at))
 
-    def _texts(self, rows: Sequence[tuple[int, PromptRow]]) -> Iterator[RenderedRow]:
-        for at, row in rows:
-            try:
-                yield render(row, self._reading.keys, self._tokenizer)
-            except ValueError as error:
-                raise DataError(f"{self._rows.where(at)}: {error}") from error
-
-    def _short(self, at: int, text: RenderedRow) -> bool:
-        """Whether a row may be encoded, which takes memory of two hundred times its length."""
-        length = max(map(len, (text.prompt, *text.targets, *(piece.text for piece in text.turns))))
-        return length <= MOST_TEXT
-
-    def _surely_fits(self, text: RenderedRow) -> bool:
-        alone = not text.targets and not text.turns
-        return alone and self._tokenizer.surely_within(text.prompt, self._reading.limit)
+    def _render(self, at: int, row: PromptRow) -> RenderedRow:
+        try:
+            return render(row, self._reading.keys, self._tokenizer)
+        except ValueError as error:
+            raise DataError(f"{self._rows.where(at)}: {error}") from error
 
     def _fits(self, at: int, tokens: EncodedRow) -> bool:
         """Whether a prompt is within the limits.

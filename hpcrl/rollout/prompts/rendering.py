@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +19,6 @@ from hpcrl.rollout.prompts.row_checks import ASSISTANT, Keys, Messages, PromptRo
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 LEARN = "step_loss_mask"  #: of an assistant's message: 0 leaves its turn out of the loss (slime's key)
-
-
-class Template(Protocol):
-    """What a conversation needs of a tokenizer."""
-
-    def render(self, messages: Messages, generation: bool, tools: Sequence[Any] | None = None) -> str: ...
-
-    def end_texts(self) -> list[str]:
-        """The text of each token that ends a response."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,7 @@ class ConversationPiece:
     learned: bool
 
 
-def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) -> list[ConversationPiece]:
+def pieces(messages: Messages, tools: Sequence[Any] | None, template: Tokenizer) -> list[ConversationPiece]:
     """The conversation in pieces: the prompt of the first assistant's turn, that turn, what stands before the next, and
     so on.
 
@@ -101,11 +91,10 @@ def _end_of_turn(whole: str, start: int, ends: Sequence[str], message: dict[str,
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """The text of a prompt; the responses to learn after it; or the pieces of a conversation that follow."""
+    """The text of a prompt, and of the responses to learn after it, in pieces: a conversation has one."""
 
     prompt: str
-    targets: tuple[str, ...] = ()
-    turns: tuple[ConversationPiece, ...] = ()
+    targets: tuple[tuple[ConversationPiece, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +104,7 @@ class EncodedRow:
     Attributes:
         prompt: int32 [prompt].
         targets: int32 [response] each.
-        mask: uint8 [response] of a conversation's one target.
+        mask: uint8 [response], which tokens of the first target are learned.
     """
 
     prompt: np.ndarray
@@ -133,36 +122,25 @@ def render(row: PromptRow, keys: Keys, tokenizer: Tokenizer) -> RenderedRow:
     Raises:
         ValueError: if the chat template refuses it, or its turns cannot be told apart.
     """
-    if row.messages is None:
-        text = str(row.text)
-        return RenderedRow(text, tuple(tokenizer.target(None, text, str(label)) for label in row.learned))
-    if keys.conversation:
+    if row.messages is not None and keys.conversation:
         first, *rest = pieces(row.messages, row.tools, tokenizer)
-        return RenderedRow(first.text, (), tuple(rest))
-    text = tokenizer.render(row.messages, True, row.tools)
-    return RenderedRow(
-        text, tuple(tokenizer.target(row.messages, text, str(label), row.tools) for label in row.learned)
-    )
+        return RenderedRow(first.text, (tuple(rest),))
+    text = str(row.text) if row.messages is None else tokenizer.render(row.messages, True, row.tools)
+    said = [tokenizer.target(row.messages, text, str(label), row.tools) for label in row.learned]
+    return RenderedRow(text, tuple((ConversationPiece(one, True),) for one in said))
 
 
 def encode(texts: Sequence[RenderedRow], tokenizer: Tokenizer) -> list[EncodedRow]:
-    """The tokens of each, all encoded at once."""
+    """The tokens of each, all encoded at once; a target ends with an end-of-sequence token."""
     prompts = tokenizer.encode([text.prompt for text in texts])
-    targets = iter(tokenizer.targets([target for text in texts for target in text.targets]))
-    turns = iter(tokenizer.encode([piece.text for text in texts for piece in text.turns]))
+    ids = iter(tokenizer.encode([piece.text for text in texts for target in text.targets for piece in target]))
     found = []
     for text, prompt in zip(texts, prompts, strict=True):
-        if text.turns:
-            found.append(EncodedRow(prompt, *_joined(text.turns, [next(turns) for _ in text.turns], tokenizer)))
-        else:
-            found.append(EncodedRow(prompt, tuple(next(targets) for _ in text.targets)))
+        targets, masks = [], []
+        for target in text.targets:
+            parts = [next(ids) for _ in target]
+            parts[-1] = tokenizer.ended(parts[-1])
+            targets.append(np.concatenate(parts))
+            masks.append(np.repeat(np.array([piece.learned for piece in target], np.uint8), [*map(len, parts)]))
+        found.append(EncodedRow(prompt, tuple(targets), masks[0] if masks else None))
     return found
-
-
-def _joined(
-    turns: Sequence[ConversationPiece], ids: list[np.ndarray], tokenizer: Tokenizer
-) -> tuple[tuple[np.ndarray], np.ndarray]:
-    """The pieces of a conversation as one target, and which of its tokens are learned."""
-    ids[-1] = tokenizer.ended(ids[-1])
-    mask = np.concatenate([np.full(len(part), piece.learned, np.uint8) for piece, part in zip(turns, ids, strict=True)])
-    return (np.concatenate(ids),), mask

@@ -26,16 +26,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class PromptRows(Protocol):
-    """The rows of one prompt file, or of a slice of it.
-
-    Attributes:
-        size: bytes of the whole file.
-        sha256: of the whole file.
-    """
-
-    path: Path
-    size: int
-    sha256: str
+    """The rows of one prompt file, or of a slice of it."""
 
     def __len__(self) -> int: ...
 
@@ -47,16 +38,12 @@ class PromptRows(Protocol):
         """
         ...
 
-    def line(self, index: int) -> int:
-        """Its number in the file, from 1."""
-        ...
-
     def where(self, index: int) -> str:
         """Its file and line, for an error."""
         ...
 
 
-def open_rows(word: PromptWord, most: int | None = None) -> PromptRows:
+def open_rows(word: PromptWord, most: int | None = None) -> OpenedRows:
     """The rows that a word names.
 
     Args:
@@ -68,7 +55,7 @@ def open_rows(word: PromptWord, most: int | None = None) -> PromptRows:
     path = Path(word.path)
     try:
         if path.is_dir():
-            rows: PromptRows = TaskRows(path, word.rows)
+            rows: OpenedRows = TaskRows(path, word.rows)
         elif path.suffix == ".parquet":
             rows = ParquetRows(path, word.rows, most)
         elif path.suffix in KINDS:
@@ -179,14 +166,14 @@ class JsonlRows:
             raise DataError(
                 f"{self.path} was written to while the run reads it", "put the old file back, and resume the run"
             )
-        return _decoded(self.path, self.line(index), text)
+        return _decoded(self.path, self._line(index), text)
 
-    def line(self, index: int) -> int:
+    def _line(self, index: int) -> int:
         at = self._taken[index]
         return at + 1 + bisect_right(self._blanks, at)
 
     def where(self, index: int) -> str:
-        return f"{self.path}, line {self.line(index)}"
+        return f"{self.path}, line {self._line(index)}"
 
 
 def kind_of_json(value: Any) -> str:
@@ -239,11 +226,8 @@ class ParquetRows:
         # Arrow gives every object of a column the keys of all of them
         return {key: _without_nulls(value) for key, value in row.items()}
 
-    def line(self, index: int) -> int:
-        return self._first + index + 1
-
     def where(self, index: int) -> str:
-        return f"{self.path}, row {self.line(index)}"
+        return f"{self.path}, row {self._first + index + 1}"
 
 
 def _no_parquet(path: Path, error: Exception) -> DataError:
@@ -257,3 +241,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+OpenedRows = JsonlRows | ParquetRows | TaskRows

@@ -74,18 +74,18 @@ class Tokenizer:
                 "give --hf-checkpoint a directory whose tokenizer and config belong together",
             )
 
-    def need_template(self, given: Mapping[str, Any] | None = None) -> None:
+    def need_template(self) -> None:
         """Raise DataError if there is no chat template.
 
         Raises:
-            UsageError: if it does not look at one of the variables `given` to it.
+            UsageError: if it does not look at one of the variables that it is `given`.
         """
         if not self._hf.chat_template:
             raise DataError(
                 f"--apply-chat-template: the tokenizer in {self.directory} has no chat template",
                 "leave the flag out, or add chat_template.jinja there",
             )
-        for name in given or ():
+        for name in self.template_kwargs:
             if name not in (known := self._variables()):
                 raise UsageError(
                     f"--apply-chat-template-kwargs: the chat template in {self.directory} does not use {name!r}",
@@ -193,10 +193,6 @@ class Tokenizer:
         after = answer.rindex(label) + len(label)
         ends = [at + len(eos) for eos in self.end_texts() if (at := answer.find(eos, after)) >= 0]
         return answer[: min(ends)] if ends else answer
-
-    def targets(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 token ids of each text to learn, ended by an end-of-sequence token."""
-        return [self.ended(ids) for ids in self.encode(texts)]
 
     def ended(self, ids: np.ndarray) -> np.ndarray:
         """Token ids with an end-of-sequence token at their end.

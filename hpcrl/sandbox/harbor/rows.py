@@ -59,7 +59,6 @@ class TaskRows:
             seconds[folder] = (task.config.agent.timeout_sec or 0.0) + task.config.verifier.timeout_sec
         named = "".join(f"{folder.name} {digest}\n" for folder, digest in found)
         self.sha256 = hashlib.sha256(named.encode()).hexdigest()
-        self._first = range(len(found))[rows].start if found[rows] else 0
         self._tasks = found[rows]
         self.longest = max(((seconds[folder], folder) for folder, _ in self._tasks), default=(0.0, path))
 
@@ -70,9 +69,6 @@ class TaskRows:
         folder, digest = self._tasks[index]
         task = task_of({KEY: {"task": str(folder), "digest": digest}})
         return {PROMPT: task.instruction, METADATA: {KEY: {"task": str(folder), "digest": digest}}}
-
-    def line(self, index: int) -> int:
-        return self._first + index + 1
 
     def where(self, index: int) -> str:
         return str(self._tasks[index][0])

@@ -677,7 +677,7 @@ def test_seeds_are_fixed_and_differ() -> None:
 def test_requests_have_their_own_noise(bench: Bench) -> None:
     """Two prompts of 8 samples in two rollouts over 4 engines, each of which deals its own seeds alike if left to
     it."""
-    prompt = Prompt(1, "p", PROMPT)
+    prompt = Prompt("p", PROMPT)
     tokenizer: Any = SimpleNamespace(eos_ids=(1,), decode=lambda tokens, stops, skip: "text")
 
     class Grading:

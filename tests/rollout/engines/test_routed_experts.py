@@ -58,7 +58,7 @@ def test_continued_response_keeps_its_experts() -> None:
 
 def test_one_row_per_token() -> None:
     """A sample has a row for every token, and that of the last is unknown."""
-    prompt = Prompt(line=0, raw="", tokens=np.arange(5, dtype=np.int32))
+    prompt = Prompt(raw="", tokens=np.arange(5, dtype=np.int32))
     sample = completion(5, 3).sample(0, 0, prompt, "")
     assert sample.array("rollout_routed_experts").shape == (8, 2, 2)
     assert not sample.array("rollout_routed_experts")[-1].any()

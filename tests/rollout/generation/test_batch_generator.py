@@ -99,7 +99,7 @@ class Attempt:
         self.rundir = RunDir.create(path) if not path.exists() else RunDir(path, number)
         self.rundir.attempt = number
         self.rundir.make_attempt()
-        prompts = tuple(Prompt(i, i, np.asarray([i, i + 1], np.int32)) for i in range(7))
+        prompts = tuple(Prompt(i, np.asarray([i, i + 1], np.int32)) for i in range(7))
         self.source = source or PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
         self.sampler = sampler
         self.store = GroupStore(self.options, self.source, self.rundir)
@@ -606,7 +606,7 @@ def test_the_greedy_response_is_asked_once(tmp_path: Path) -> None:
 
 
 def group(number: int = 3) -> Group:
-    return Group(number, Prompt(0, 0, np.asarray([5, 6], np.int32)))
+    return Group(number, Prompt(0, np.asarray([5, 6], np.int32)))
 
 
 def sample(index: int, versions: list[int], status: SampleStatus = COMPLETED, **fields: Any) -> Sample:
@@ -645,7 +645,7 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         )
         assert [getattr(old, name) for name in rest] == [getattr(new, name) for name in rest]
     with pytest.raises(HpcrlError, match="another prompt"):
-        bank.decode(bank.encode(held), Group(3, Prompt(0, 0, np.asarray([5, 7], np.int32))))
+        bank.decode(bank.encode(held), Group(3, Prompt(0, np.asarray([5, 7], np.int32))))
 
 
 def test_damaged_bank_files() -> None:
@@ -683,7 +683,7 @@ def test_concurrent_groups_share_a_file(tmp_path: Path) -> None:
         await bank.keep(held(10))
         again = Bank(tmp_path)
         assert again.numbers() == [8, 10] and again.read(group(8)).finished[0][0].reward == 0.5
-        assert again.read(group(0)) is None and again.read(Group(8, Prompt(0, 0, np.asarray([7], np.int32)))) is None
+        assert again.read(group(0)) is None and again.read(Group(8, Prompt(0, np.asarray([7], np.int32)))) is None
         again.path(8).write_bytes(b"\xff\xff")
         last = Bank(tmp_path)
         assert last.numbers() == [10] and len(files()) == 2, "who only looks removes nothing"

@@ -52,7 +52,7 @@ def test_pause_lengthens_a_response() -> None:
 
     async def run() -> tuple[float, list[int]]:
         engines = Engines(1, 2)
-        prompt = Prompt(0, 0, np.asarray([1], np.int32))
+        prompt = Prompt(0, np.asarray([1], np.int32))
         task = asyncio.create_task(engines.make(ResponseRequest(Group(0, prompt), 0, 0, 0)))
         await asyncio.sleep(seconds / 2)
         await engines.update(5, 10.0)

@@ -17,7 +17,7 @@ from hpcrl.sample import Sample
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 from tests.support.shares import plain_sample
 
-GROUP = Group(7, Prompt(1, "p", np.zeros(2, np.int32)))
+GROUP = Group(7, Prompt("p", np.zeros(2, np.int32)))
 
 
 def of(*versions: int, **fields: Any) -> Sample:

@@ -257,9 +257,7 @@ def test_a_position_of_another_source_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(
         DataError, match=f"position is that of --data-source-path {HERE}.Counting, not of --prompt-data"
     ):
-        PromptSource(PromptFile(Path("p.jsonl"), (Prompt(0, 0, np.zeros(1, np.int32)),), 0, ""), 0, False).restore(
-            state
-        )
+        PromptSource(PromptFile(Path("p.jsonl"), (Prompt(0, np.zeros(1, np.int32)),), 0, ""), 0, False).restore(state)
     with pytest.raises(DataError, match="data position is damaged"):
         own(tokenizer, "Counting").restore({"source": f"{HERE}.Counting", "rows": 3})
     with pytest.raises(HpcrlError, match=r"restore\(\) raised KeyError: 'given'"):

@@ -55,7 +55,7 @@ def test_rows_slices_and_nulls(tmp_path: Path) -> None:
     assert rows[1]["prompt"][1] == {"role": "assistant", "tool_calls": [{"n": "3"}]}
     assert rows.where(2) == f"{path}, row 3"
     last = open_rows(PromptWord("p", str(path), -1))
-    assert (len(last), last[0]["label"], last.line(0)) == (1, "3", 3)
+    assert (len(last), last[0]["label"], last.where(0)) == (1, "3", f"{path}, row 3")
     first = open_rows(PromptWord("p", str(path)), 2)
     assert [first[i]["label"] for i in range(len(first))] == ["1", None]
     with pytest.raises(DataError, match="holds no prompts"):

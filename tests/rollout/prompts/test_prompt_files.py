@@ -96,7 +96,7 @@ def test_rendered_prompt_keeps_its_source(read: Callable[..., PromptFile], token
     assert tokenizer.decode(first.tokens) == "<|user|>1+1=<|end|><|assistant|>"
     assert (second.tokens == first.tokens).all(), "text is one user message"
     assert first.tokens.dtype == np.int32
-    assert (first.line, second.line) == (1, 3)
+    assert (first.where[-6:], second.where[-6:]) == ("line 1", "line 3")
     assert (second.raw, second.label, second.metadata) == ("1+1=", 2, {"source": "made up"})
     content = f"{GOOD}\n\n{json.dumps(row)}\n".encode()
     assert (file.sha256, file.size) == (hashlib.sha256(content).hexdigest(), len(content))
@@ -161,7 +161,7 @@ def test_a_prompt_may_be_as_long_as_the_limit(
     with pytest.raises(DataError, match=f"each of its 2 prompts is longer than.*{limit} tokens"):
         read(f"{row(limit + 1)}\n{row(limit + 2)}", **values)
     file = read("\n".join(row(n) for n in (limit + 1, limit, limit + 9, 4)), **values)
-    assert (file.dropped, [prompt.line for prompt in file.prompts]) == (2, [2, 4])
+    assert (file.dropped, [prompt.where[-6:] for prompt in file.prompts]) == (2, ["line 2", "line 4"])
     assert "2 prompts in" in str(file) and "2 more were dropped" in str(file)
 
 
@@ -174,7 +174,7 @@ def test_a_text_that_no_context_holds_is_never_encoded(
     monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: seen.extend(map(len, texts)) or plain(self, texts))
     long = json.dumps({"prompt": "1" * 200, "label": "2"})
     file = read(f"{long}\n{GOOD}\n{long}")
-    assert (file.dropped, [prompt.line for prompt in file.prompts]) == (2, [2])
+    assert (file.dropped, [prompt.where[-6:] for prompt in file.prompts]) == (2, ["line 2"])
     with pytest.raises(DataError, match="each of its 1 prompts is longer"):
         read(json.dumps({"prompt": "1", "label": "3" * 200}), loss_type="sft_loss", rollout_num_gpus=0)
     assert seen and max(seen) <= 60
@@ -261,7 +261,7 @@ def test_a_normalizer_may_lengthen_a_text(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_groups_are_handed_out_again(parts: tuple[tuple[int, float], ...], shuffle: bool) -> None:
     """Under their numbers, whatever epoch they were of, and without a step of the source itself."""
-    prompts = tuple(Prompt(i, f"p{i}", np.zeros(1, np.int32)) for i in range(7))
+    prompts = tuple(Prompt(f"p{i}", np.zeros(1, np.int32)) for i in range(7))
     source = PromptSource(PromptFile(Path("p"), prompts, 1, "x", parts=parts), 5, shuffle)
     first = source.next_groups(30)
     assert source.again([29, 0, 6, 7, 8, 14, 13, 21]) == [first[i] for i in (0, 6, 7, 8, 13, 14, 21, 29)]
@@ -395,16 +395,16 @@ def test_reading_data_imports_no_torch(model: Path) -> None:
 
 
 def prompts(count: int, content: str = "x") -> PromptFile:
-    rows = tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(count))
+    rows = tuple(Prompt(i, np.asarray([i], np.int32)) for i in range(count))
     return PromptFile(Path("p.jsonl"), rows, count, content)
 
 
 def test_the_order_of_an_epoch_is_slimes() -> None:
     """random.Random(seed + epoch).shuffle of the lines' numbers: the same prompts in the same order as with slime."""
     source = PromptSource(prompts(8), 42, True)
-    numbers = [group.prompt.line for group in source.next_groups(16)]
+    numbers = [group.prompt.raw for group in source.next_groups(16)]
     assert numbers[:8] == [3, 4, 6, 7, 2, 5, 0, 1] and numbers[8:] == [6, 7, 4, 3, 1, 5, 2, 0]
-    assert [group.prompt.line for group in PromptSource(prompts(8), 42, False).next_groups(8)] == list(range(8))
+    assert [group.prompt.raw for group in PromptSource(prompts(8), 42, False).next_groups(8)] == list(range(8))
 
 
 def test_facts_of_a_model_whose_text_part_stands_apart(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_slice_is_pythons(
         return
     rows = open_rows(word)
     assert [rows[i]["n"] for i in range(len(rows))] == expected
-    assert [rows.line(i) for i in range(len(rows))] == expected
+    assert [rows.where(i) for i in range(len(rows))] == [f"{path}, line {n}" for n in expected]
     if start is None and stop is None:
         first = open_rows(word, 3)
         assert [first[i]["n"] for i in range(len(first))] == expected[:3]

@@ -75,7 +75,7 @@ def asked(
 ) -> ResponseRequest:
     tokenizer = Tokenizer(model)
     text = tokenizer.render([{"role": "user", "content": "1+1="}], generation=True)
-    prompt = Prompt(number + 1, "1+1=", tokenizer.encode([text])[0], label, where=f"p.jsonl, line {number + 1}")
+    prompt = Prompt("1+1=", tokenizer.encode([text])[0], label, where=f"p.jsonl, line {number + 1}")
     return ResponseRequest(Group(number, prompt), index, 3, 7, held_out)
 
 

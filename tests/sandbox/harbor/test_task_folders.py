@@ -156,7 +156,7 @@ def test_a_folder_is_a_prompt_file(tmp_path: Path) -> None:
     row = read_row(rows.where(0), rows[0], keys_in(rows, Keys(input="text", label="label")))
     assert row.text == "Write the sum of data/numbers.txt into sum.txt.\n" and task_of(row.metadata).name == "a"
     part = open_rows(read_word(f"{tmp_path}/@[1:]", "--prompt-data"))
-    assert (len(part), part.line(0), part.where(0)) == (2, 2, str(tmp_path / "b"))
+    assert (len(part), part.where(0)) == (2, str(tmp_path / "b"))
     before = rows.sha256
     (tmp_path / "b" / "tests" / "test.sh").write_text("exit 1\n")
     assert TaskRows(tmp_path).sha256 != before
