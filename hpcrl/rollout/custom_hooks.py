@@ -272,15 +272,13 @@ class RolloutHooks:
         shown = self._shown(name)
         if isinstance(found, Mapping):
             found = expect(shown, found, _WANTED, lambda data: _from_train_data(data, samples))
-        if isinstance(found, list):
-            check_samples(shown, found)
-            found = SampleBatch.from_samples(found)
-        if not isinstance(found, SampleBatch) or len(found) != len(samples):
-            count = f" of {len(found)}" if isinstance(found, SampleBatch) else ""
+        if not isinstance(found, list) or len(found) != len(samples):
+            count = f" of {len(found)}" if isinstance(found, list) else ""
             raise HpcrlError(
                 f"{shown} returned {type(found).__name__}{count}, expected train data of {len(samples)} samples"
             )
-        return found
+        check_samples(shown, found)
+        return SampleBatch.from_samples(found)
 
     async def _rewards(self, samples: list[Sample], metrics: dict[str, float]) -> list[float] | None:
         name = "custom_reward_post_process_path"

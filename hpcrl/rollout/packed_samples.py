@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -11,36 +10,8 @@ import numpy as np
 from hpcrl.sample import FIELDS, Sample
 from hpcrl.utils.sample_parts import COLUMNS
 
-
-def struct_of(name: str, without: Collection[str] = (), **options: Any) -> type[msgspec.Struct]:
-    """A message with the FIELDS of a sample except for those `without`, and with its attributes.
-
-    Args:
-        options: of msgspec.defstruct.
-    """
-    fields = [(key, kind) for key, kind in FIELDS.items() if key not in without]
-    return msgspec.defstruct(name, [*fields, ("attributes", dict[str, Any])], module=__name__, **options)
-
-
-def values_of(sample: Sample, kind: Any) -> Any:
-    """A message of `struct_of` with what the sample has."""
-    if isinstance(vars(sample).get("_reward"), dict):
-        sample.fold_reward()
-    known = vars(sample) | {"reward": vars(sample).get("_reward"), "attributes": sample.attributes()}
-    return kind(*[known[name] for name in kind.__struct_fields__])
-
-
-def sample_of(values: Any, **more: Any) -> Sample:
-    """The sample again, with what the message does not have."""
-    fields = msgspec.structs.asdict(values)
-    attributes = fields.pop("attributes")
-    sample = Sample(**fields, **more)
-    for name, value in attributes.items():
-        setattr(sample, name, value)
-    return sample
-
-
-_PackedFields: Any = struct_of("_PackedFields")
+_FIELDS = [*FIELDS.items(), ("attributes", dict[str, Any])]
+_PackedFields: Any = msgspec.defstruct("_PackedFields", _FIELDS, module=__name__)
 
 
 class PackedSample(msgspec.Struct):
@@ -69,7 +40,10 @@ def pack(sample: Sample, columns: bool = True) -> PackedSample:
             found[name] = column.tobytes()
             if kind.dims:
                 shapes[name] = list(column.shape[1:])
-    return PackedSample(values_of(sample, _PackedFields), found, shapes)
+    if isinstance(vars(sample).get("_reward"), dict):
+        sample.fold_reward()
+    known = vars(sample) | {"reward": vars(sample).get("_reward"), "attributes": sample.attributes()}
+    return PackedSample(_PackedFields(*(known[name] for name, _ in _FIELDS)), found, shapes)
 
 
 def unpack(packed: PackedSample) -> Sample:
@@ -81,4 +55,9 @@ def unpack(packed: PackedSample) -> Sample:
     columns = {name: np.frombuffer(data, COLUMNS[name].dtype).copy() for name, data in packed.columns.items()}
     for name, shape in packed.shapes.items():
         columns[name] = columns[name].reshape(-1, *shape)
-    return sample_of(packed.fields, **columns)
+    fields = msgspec.structs.asdict(packed.fields)
+    attributes = fields.pop("attributes")
+    sample = Sample(**fields, **columns)
+    for name, value in attributes.items():
+        setattr(sample, name, value)
+    return sample

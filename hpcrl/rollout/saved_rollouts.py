@@ -3,8 +3,7 @@
 RUN/samples has one JSON object a sample: what was asked, answered and earned.  --save-debug-rollout-data writes, and
 --load-debug-rollout-data reads:
 
-    magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole
-    rollout (`transport/share_format.py`), and what the trainer does not need of each sample, as msgpack
+    msgpack of a `SavedRollout`, the columns of its samples as they lie in memory
 
 Invariants: a sample file depends on the samples alone (no engine names, and no times but those of commands in
 sandboxes), so a repeated step without sandboxes writes the same bytes.  Of a rollout, what is read is what was written,
@@ -15,43 +14,30 @@ returns whole samples or raises DataError and nothing else.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
-from hpcrl.rollout.packed_samples import sample_of, struct_of, values_of
+from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import FIELDS, Sample
-from hpcrl.transport.sample_batch import ROW, SampleBatch
-from hpcrl.transport.share_format import Share, WireError, decode, encode
-from hpcrl.utils.sample_parts import REQUIRED, STATUSES
 from hpcrl.utils.untrusted_files import SAMPLES, read_given_bytes
 
-MAGIC = b"HPCRLRO1"
-FRAMES = 64  #: at most
-_HEAD = struct.Struct("<8sI")
-_SIZE = struct.Struct("<Q")
 
-
-#: what a sample has in addition to its share: neither columns nor fields of its row
-SampleTexts: Any = struct_of("SampleTexts", ROW.names, forbid_unknown_fields=True)
-
-
-class SavedRollout(NamedTuple):
+class SavedRollout(msgspec.Struct):
     """The samples of one rollout, by group and index, meant for policy `version`."""
 
     rollout_id: int
     version: int
-    samples: list[Sample]
+    packed: list[PackedSample]
 
 
 def file_of(template: str, rollout_id: int) -> Path:
@@ -68,17 +54,12 @@ def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[S
     Raises:
         HpcrlError: if the disk does not take it.
     """
-    batch = SampleBatch.from_samples(list(samples))
-    whole = Share(rollout_id, version, batch, [[list(range(len(batch)))]], [len(batch)], [int(batch.loss_mask.sum())])
-    words = [values_of(sample, SampleTexts) for sample in samples]
-    frames = [*map(bytes, encode(whole)), msgspec.msgpack.encode(words)]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    head = _HEAD.pack(MAGIC, len(frames)) + b"".join(_SIZE.pack(len(frame)) for frame in frames)
-    write_atomic(path, b"".join([head, *frames]))
+    write_atomic(path, msgspec.msgpack.encode(SavedRollout(rollout_id, version, [pack(sample) for sample in samples])))
 
 
-def read_rollout(path: Path) -> SavedRollout:
-    """The rollout in a file.
+def read_rollout(path: Path) -> tuple[int, list[Sample]]:
+    """(policy version, samples) of the rollout in a file.
 
     Raises:
         DataError: if it is not there, or is not what `write_rollout` writes.
@@ -90,42 +71,13 @@ def read_rollout(path: Path) -> SavedRollout:
             f"--load-debug-rollout-data {path}: {error.strerror}", "is this a file of --save-debug-rollout-data?"
         ) from error
     try:
-        *frames, words = _frames(memoryview(data))
-        share = decode(frames)
-        every = msgspec.msgpack.decode(words, type=list[SampleTexts])
-        if len(every) != len(share.batch) or not np.array_equal(share.own, np.arange(len(share.table))):
-            raise ValueError(f"{len(every)} samples in words, {len(share.batch)} in columns, of {len(share.table)}")
-        samples = [_sample(share.batch.select([number]), words) for number, words in enumerate(every)]
-    except (WireError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        what = error.what if isinstance(error, WireError) else str(error)
-        raise DataError(f"{path} is damaged, or no file of --save-debug-rollout-data: {what}") from error
-    return SavedRollout(share.rollout_id, share.version, samples)
-
-
-def _frames(data: memoryview) -> list[memoryview]:
-    """The frames, which must fill the file.  ValueError otherwise."""
-    if len(data) < _HEAD.size:
-        raise ValueError("it is too short")
-    magic, count = _HEAD.unpack_from(data)
-    if magic != MAGIC or not 2 <= count <= FRAMES or len(data) < _HEAD.size + count * _SIZE.size:
-        raise ValueError("it has no valid beginning")
-    sizes = [_SIZE.unpack_from(data, _HEAD.size + number * _SIZE.size)[0] for number in range(count)]
-    at = _HEAD.size + count * _SIZE.size
-    if at + sum(sizes) != len(data):
-        raise ValueError(f"it has {len(data)} bytes, its head declares {at + sum(sizes)}")
-    found = []
-    for size in sizes:
-        found.append(data[at : at + size])
-        at += size
-    return found
-
-
-def _sample(one: SampleBatch, words: SampleTexts) -> Sample:
-    """The only sample of a batch."""
-    row = dict(zip(ROW.names, one.rows[0].item(), strict=True))
-    scalars = {name: row[name] for name in FIELDS if name in row} | {"status": STATUSES[row["status"]]}
-    columns = {name: getattr(one, name) for name in REQUIRED}
-    return sample_of(words, **scalars, **columns, **one.extra)
+        saved = msgspec.msgpack.decode(data, type=SavedRollout)
+        samples = [unpack(packed) for packed in saved.packed]
+        for sample in samples:
+            sample.check()
+    except (DataError, ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise DataError(f"{path} is damaged, or no file of --save-debug-rollout-data: {error}") from error
+    return saved.version, samples
 
 
 # ---- a run from files
@@ -166,9 +118,9 @@ class SavedRollouts:
         """
         if rollout_id not in self._read:
             path = file_of(self.template, rollout_id)
-            found = read_rollout(path)
+            version, found = read_rollout(path)
             by_key: dict[tuple[int, int], list[Sample]] = {}
-            for sample in found.samples:
+            for sample in found:
                 by_key.setdefault((sample.group_index, sample.response_index), []).append(sample)
             groups = sorted({group for group, _ in by_key})
             if len(groups) != self._groups or set(by_key) != {
@@ -181,7 +133,7 @@ class SavedRollouts:
                     "give --rollout-batch-size and --n-samples-per-prompt as they were",
                 )
             self._read = {number: read for number, read in self._read.items() if number == rollout_id - 1}
-            self._read[rollout_id] = found.version, [by_key[key] for key in sorted(by_key)]
+            self._read[rollout_id] = version, [by_key[key] for key in sorted(by_key)]
         return self._read[rollout_id]
 
     def _response(self, number: int, index: int) -> tuple[int, list[Sample]]:

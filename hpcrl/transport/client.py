@@ -90,15 +90,13 @@ class QueueClient:
 
         The share's arrays are views on what was received.  Late after `timeout` seconds (a later fetch continues
         where this one stopped), PeerError if the rollout process answers an error or another process of the attempt
-        fails, WireError if what comes is not a valid share.
+        fails.
         """
         to: messages.Request = ("share", rollout_id)
         self._answers = {its: frames for its, frames in self._answers.items() if its >= to}  # of shares: what is ahead
         request = messages.pack(messages.Fetch(rollout_id, rollout_id + 1))
         what = f"did not deliver the samples of rollout {rollout_id} to"
         share = decode(self._ask(to, request, self._deadline(timeout), what))
-        if share.rollout_id != rollout_id:
-            raise WireError(f"the share of rollout {rollout_id} is labelled rollout {share.rollout_id}")
         self._send(messages.pack(messages.Fetch(rollout_id + 1, rollout_id + 1)))
         return share
 
@@ -221,7 +219,7 @@ class QueueClient:
             said = [
                 f"run {run_id}, attempt {attempt}, protocol {protocol}" for run_id, attempt, protocol in (its, mine)
             ]
-            raise PeerError(f"{self._where} belongs to {said[0]}; {self._me()} to {said[1]}")
+            raise PeerError(f"{self._where} says that it is of {said[0]}; {self._me()} is of {said[1]}")
 
     # ---- what ends a wait
 
@@ -257,5 +255,5 @@ class QueueClient:
         if event["event"] == _REFUSED:
             raise PeerError(
                 f"{self._where} refuses the key of {self._me()}",
-                f"do {self._rundir.keys} and the server belong to the same attempt?",
+                f"are {self._rundir.keys} and the server of one attempt?",
             )

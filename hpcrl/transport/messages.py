@@ -24,7 +24,7 @@ from hpcrl.transport.frames import cut, joined
 from hpcrl.transport.share_format import Buffer, Count, WireError
 
 #: number of this protocol; both sides must speak the same
-PROTOCOL = 3
+PROTOCOL = 4
 #: bytes of one frame of an answer: a frame is encrypted, sent and decrypted as a whole, so that smaller ones let these
 #: overlap (a quarter faster than whole columns in bench/queue.py; smaller still is slower)
 PIECE_BYTES = 2**19

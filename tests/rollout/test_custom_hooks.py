@@ -249,7 +249,7 @@ def test_train_data_is_samples_or_slimes() -> None:
         ),
         (
             {"custom_convert_samples_to_train_data_path": "too_few"},
-            "returned SampleBatch of 1, expected train data of 4 samples",
+            "returned list of 1, expected train data of 4 samples",
         ),
         ({"custom_convert_samples_to_train_data_path": "strange"}, ": teacher"),
         (

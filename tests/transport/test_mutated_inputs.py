@@ -24,9 +24,8 @@ from hpcrl.run.job_files import JobState
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import AttemptFailure, RunDir
 from hpcrl.transport import messages
-from hpcrl.transport.share_format import WireError, decode, encode
+from hpcrl.transport.share_format import WireError
 from hpcrl.utils.untrusted_files import Damaged, parse_json, read_json
-from tests.support.shares import share
 
 COUNT = int(os.environ.get("HPCRL_MUTATIONS", "300"))
 SEED = int(os.environ.get("HPCRL_SEED", "1"))
@@ -68,7 +67,6 @@ def of_file(read: Callable[[Path], Any]) -> Callable[[bytes], None]:
     return decoder
 
 
-WHOLE = [bytes(frame) for frame in encode(share(0))]
 PLAN = Plan("run", 0, (Location("node1", (0, 1)),), (Location("node2", (0,)),), Location("node1", ()))
 MESSAGES = [
     messages.Hello(messages.PROTOCOL, "run", 0, 0, 2, "host"),
@@ -80,8 +78,6 @@ STATE = msgspec.json.encode(JobState("running", 1.0, host="node1", pid=3))
 RECORD = b'{"rollout_id": 3, "time": 1.5, "train/loss": 0.25, "rollout/reward": null}'
 #: decoder -> (valid inputs, what may come of others)
 DECODERS: dict[str, tuple[list[bytes], Callable[[bytes], Any], tuple[type[Exception], ...]]] = {
-    "headers of shares": ([WHOLE[0]], lambda data: decode([data, *WHOLE[1:]]), (WireError,)),
-    "columns of shares": ([WHOLE[2]], lambda data: decode([*WHOLE[:2], data, *WHOLE[3:]]), (WireError,)),
     "messages of clients": (
         [messages.pack(m) for m in MESSAGES],
         lambda data: messages.read_from_client([data]),
