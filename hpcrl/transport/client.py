@@ -219,7 +219,7 @@ class QueueClient:
             said = [
                 f"run {run_id}, attempt {attempt}, protocol {protocol}" for run_id, attempt, protocol in (its, mine)
             ]
-            raise PeerError(f"{self._where} says that it is of {said[0]}; {self._me()} is of {said[1]}")
+            raise PeerError(f"{self._where} belongs to {said[0]}; {self._me()} to {said[1]}")
 
     # ---- what ends a wait
 
@@ -255,5 +255,5 @@ class QueueClient:
         if event["event"] == _REFUSED:
             raise PeerError(
                 f"{self._where} refuses the key of {self._me()}",
-                f"are {self._rundir.keys} and the server of one attempt?",
+                f"do {self._rundir.keys} and the server belong to the same attempt?",
             )
