@@ -99,7 +99,7 @@ class ModelOptions(Base):
     )
     spec: list[str] = opt([], "words of slime's --spec; they must name the model of config.json", "slime")
     load: str | None = opt(
-        None, "checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime"
+        None, "run or checkpoint directory to start from (its weights; also optimizer and position on resume)", "slime"
     )
     ref_load: str | None = opt(
         None,

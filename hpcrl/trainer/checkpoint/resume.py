@@ -3,8 +3,8 @@
     1. a checkpoint in --save that this run saved: model, optimizer, schedules, random states, and the fields of
        `save_load.Position`: rollout, policy version, position in the data (where --load names the same directory,
        whichever run saved it); the newest that is whole, if the tracker's is damaged or the tracker is lost (whole.py)
-    2. --load: the weights of a checkpoint (hpcrl's, slime's or Megatron-LM's; --ckpt-step picks one) or of a Hugging
-       Face model
+    2. --load: the weights of a run, of a checkpoint (hpcrl's, slime's or Megatron-LM's; --ckpt-step picks one) or of a
+       Hugging Face model
     3. --ref-load: the same, where --load is not given or holds nothing yet
     4. --hf-checkpoint
 
@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.models.files import torch_dist
+from hpcrl.models.files import checkpoints_of, torch_dist
 from hpcrl.models.files.config_json import check_same_vocabulary
 from hpcrl.models.files.fp8 import scheme_of
 from hpcrl.run.rundir import TRACKER, write_atomic
@@ -219,7 +219,8 @@ def _reference(options: Options) -> WeightSource:
 
 
 def _at(directory: Path, ckpt_step: int | None, flag: str) -> WeightSource | None:
-    """The weights in `directory`, or None if it holds none (or is not there yet)."""
+    """The weights in `directory`, or in the run there; None if it holds none (or is not there yet)."""
+    directory = checkpoints_of(directory)
     if any((directory / name).is_file() for name in (TRACKER, ".metadata")) or ckpt_step is not None:
         return WeightSource("weights", torch_dist.find_checkpoint(directory, ckpt_step, flag))
     return WeightSource("hf", directory) if (directory / "config.json").is_file() else None

@@ -321,7 +321,14 @@ def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
     quantised = tmp_path / "fp8"
     convert(model, quantised, Scheme("block", (32, 32)))
     fp8 = {"hf_checkpoint": quantised}
+    run = tmp_path / "run"
+    (run / "last").mkdir(parents=True)
+    (run / "last" / "options.json").write_text(Options(save=str(other)).model_dump_json())
+    (run / "first").mkdir()
+    (run / "first" / "options.json").write_text("{}")  # a stage that has saved nothing
     cases: list[tuple[dict[str, Any], Path, tuple[int, float] | str]] = [
+        ({"load": run}, empty, (0, two)),
+        ({"load": run / "last", "ckpt_step": 1}, empty, (0, one)),
         (fp8, empty, f"{quantised} holds quantised weights (model.layers.0."),
         (fp8, empty, "with --ref-load or --load; --hf-checkpoint may stay"),
         (fp8 | {"ref_load": hf}, empty, (0, three)),
