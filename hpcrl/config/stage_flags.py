@@ -90,6 +90,19 @@ def spread_flags(flags: Values, stages: Mapping[str, Values]) -> dict[str, Any]:
     return found
 
 
+def replace_flags(flags: Values, others: Values) -> dict[str, Any]:
+    """Placed flags and `others`, which take the place of those of the same option: a plain one in every stage."""
+    found: dict[str, Any] = {}
+    new = {(*split_name(path[0]), *path[1:]) for path, _ in leaves(others)}
+    for path, value in leaves(flags):
+        stage, option = split_name(path[0])
+        if not new & {("", option, *path[1:]), (stage, option, *path[1:])}:
+            _put(found, "", path, value)
+    for path, value in leaves(others):
+        _put(found, "", path, value)
+    return found
+
+
 def flags_of(flags: Values, stage: str) -> dict[str, Any]:
     """What placed flags set in one stage, by option."""
     found: dict[str, Any] = {}

@@ -3,9 +3,9 @@
     RUN/recipe.json, RUN/recipe.toml      what the run was started with, to resume with the same; the recipe's text
     ~/.local/state/hpcrl/runs/NAME-HASH   a symbolic link for each run, for `hpcrl status` ($XDG_STATE_HOME)
 
-Invariants: recipe.json is written once, when the run directory is made, and a directory with this file is a run
-directory.  The links are a convenience, never a need: `remember` fails no run, and what has been removed since is not
-listed.
+Invariants: recipe.json is written when the run directory is made, and again where a resume changes the layout; a
+directory with this file is a run directory.  The links are a convenience, never a need: `remember` fails no run, and
+what has been removed since is not listed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from hpcrl.cli import completion as module
 from hpcrl.cli.completion import completed, script
 from hpcrl.cli.main import COMMANDS, HELP, main
 from hpcrl.cli.options import facts, schema
+from hpcrl.cli.resume import LAYOUT
 from hpcrl.config.options import Options
+from hpcrl.config.stage_flags import stage_flag
 from tests.support.able import require
 
 REPO = Path(__file__).parents[2]
@@ -68,7 +70,8 @@ def test_each_option_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["options", "--json"]) == 0
     flags = {row["flag"] for row in json.loads(capsys.readouterr().out)}
     assert flags <= asked("bash", "hpcrl run --", tmp_path)
-    assert not (flags - {"--num-rollout", "--ckpt-step", "--live-code"}) & asked("bash", "hpcrl resume --", tmp_path)
+    resumed = {stage_flag("", name) for name in LAYOUT | {"num_rollout", "ckpt_step", "live_code"}}
+    assert flags & resumed == flags & asked("bash", "hpcrl resume --", tmp_path)
     (tmp_path / "script").write_text(script("bash", COMMANDS, HELP))
     lines = [
         f"COMP_WORDS=(hpcrl {name} --); COMP_CWORD={len(name.split()) + 1}; _hpcrl; echo '{name}:' ${{COMPREPLY[@]}}"

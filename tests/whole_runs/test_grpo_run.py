@@ -15,8 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from hpcrl.cli.main import main
+from hpcrl.models.files.torch_dist import TorchDist
 from hpcrl.report.page.panels import own_metrics
 from hpcrl.report.run_files import Run as Files
 from hpcrl.report.timeline.node_hours import NodeHours, node_hours
@@ -231,6 +233,33 @@ def test_live_code_grades_with_the_edited_reward(resumed: tuple[Path, NodeHours]
     rewards = [row["rollout/reward"] for row in metrics(root).values()]
     assert len(rewards) == 6 and max(rewards[:5]) <= 1 and rewards[5] >= 100, rewards
     assert all_gone(root, [])
+
+
+def test_resumed_in_another_layout(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """TP 2 with two engines continues as DP 2 with one: losses and Adam's moments are those of the uncut run."""
+    more = KL | {"ref_load": str(task / "model"), "tensor_model_parallel_size": 2, "rollout_num_gpus": 2}
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, **more)
+    run.end_early(2, signal.SIGTERM)
+    flags = "--tensor-model-parallel-size 1 --rollout-num-gpus 1 --max-tokens-per-gpu 64"
+    command = [sys.executable, "-m", "hpcrl", "resume", str(run.root), *flags.split()]
+    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
+    assert not list((run.root / "logs/latest").glob("engine-1*"))
+    for step, row in metrics(uncut).items():
+        found = metrics(run.root)[step]
+        assert found["train/loss"] == pytest.approx(row["train/loss"], rel=1e-4, abs=1e-6), step
+        assert found["train/grad_norm"] == pytest.approx(row["train/grad_norm"], rel=1e-4), step
+    moments, wanted = (states_of(root / "checkpoints/iter_0000005") for root in (run.root, uncut))
+    assert moments.keys() == wanted.keys() and any("exp_avg_sq" in name for name in moments)
+    for name, tensor in wanted.items():
+        assert torch.allclose(moments[name], tensor, rtol=1e-3, atol=1e-6), name
+
+
+def states_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Adam's moments and the fp32 weights of a checkpoint."""
+    stored = TorchDist(checkpoint)
+    return {name: stored.read(name) for name in stored.all if name.startswith("optimizer.state.")}
 
 
 def test_a_stop_needs_no_rollout_process(tmp_path: Path, task: Path, uncut: Path) -> None:

@@ -149,7 +149,11 @@ def chained(site: SiteProfile, chain: int) -> SiteProfile:
 
 
 def submit_again(
-    root: Path, record: JobFile, own: Mapping[str, Any], chain: int = 1, live: bool | None = None
+    job: RunJob,
+    record: JobFile,
+    own: Mapping[str, Any],
+    live: bool | None = None,
+    change: contextlib.AbstractContextManager[None] | None = None,
 ) -> tuple[Submission, list[Any]]:
     """Submit a run once more, with the site of its job.json (`record`) and what the flags `own` change of it.
 
@@ -157,17 +161,22 @@ def submit_again(
 
     Args:
         live: see `resume_code`; nothing changes if the run cannot be submitted.
+        change: writes the options in which `job` differs from its directory, and takes them back after an error.
     """
-    job = reopen_job(root)
+    root, chain = job.root, own.get("chain", 1)
     _check_gone(root, record)
-    site = chained(from_flags(own, saved_site(record.site).again()), chain)
+    site = chained(from_flags(own, None if "site" in own else saved_site(record.site).again()), chain)
     site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
     stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     submission = Submission(job, stages, make_request(stages, site, int(measured)), site)
+    if change or "site" in own:
+        refuse_settings(stages, lambda _: submission.request.hosts(), packages=False)
+        refuse_unfit(submission.request, site)
     with contextlib.ExitStack() as until_submitted:
         with hold_run(job.root):
             until_submitted.enter_context(switched_code(root, live))
+            until_submitted.enter_context(change or contextlib.nullcontext())
         return submission, _send(submission, chain)
 
 

@@ -146,6 +146,23 @@ def test_a_run_is_slurms_before_it_is_sent(
     assert read_job(root).job_id == "78"
 
 
+def test_another_layout_asks_for_other_nodes(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Nothing has changed where Slurm refuses the job; a later resume keeps what has."""
+    assert main(["submit", RECIPE, "--run-dir", "s", *ALIKE]) == 0
+    root = tmp_path / "s"
+    before = (root / "recipe.json").read_bytes()
+    words = ["resume", str(root), "--grpo.actor-num-nodes=4", "--grpo.vllm-max-num-seqs=8", "--time=2:00:00"]
+    slurm.command("sbatch", status=1, error="sbatch: error: Node count specification invalid")
+    assert main(words) == 2 and (root / "recipe.json").read_bytes() == before
+    slurm.command("sbatch", "Submitted batch job 78\n")
+    for again in (words, words[:2]):
+        assert main(again) == 0
+        stage = reopen_job(root).stages[1]
+        assert (stage.actor_num_nodes, stage.vllm["max_num_seqs"]) == (4, 8)
+        script = (root / "job.sbatch").read_text()
+        assert "#SBATCH --nodes=5\n" in script and "#SBATCH --time=2:00:00\n" in script
+
+
 @pytest.mark.parametrize(
     ("said", "hint"),
     [

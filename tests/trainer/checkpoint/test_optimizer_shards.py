@@ -117,6 +117,9 @@ OFFLOAD = {"megatron": {"optimizer_cpu_offload": True, "use_precision_aware_opti
 CHANGES: dict[str, tuple[str, int, dict[str, Any], int, dict[str, Any]]] = {
     "dp3 to dp2": ("glm4", 3, {}, 2, {}),
     "tp2 to dp3": ("qwen3", 2, {"tensor_model_parallel_size": 2}, 3, {}),
+    "tp2 to dp2": ("qwen3", 2, {"tensor_model_parallel_size": 2}, 2, {}),
+    "cp2 to one": ("qwen3", 2, {"context_parallel_size": 2}, 1, {}),
+    "ep2 to dp2": ("qwen3_moe", 2, {"expert_model_parallel_size": 2}, 2, {}),
     "offloaded, dp3 to pp2": ("glm4", 3, OFFLOAD, 2, {"pipeline_model_parallel_size": 2, **OFFLOAD}),
     "ep2 to pp2": ("qwen3_moe", 4, {"expert_model_parallel_size": 2}, 2, {"pipeline_model_parallel_size": 2}),
 }
