@@ -71,6 +71,28 @@ class DataError(HpcrlError):
     """A prompt file, tokenizer or model directory does not hold what the options promise."""
 
 
+class CodeError(HpcrlError):
+    """A function of the user's has raised what it would raise again, given the same."""
+
+
+#: what code raises that is wrong, and not a machine, a connection or a service that it uses
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether it would be raised again: one of Python's own errors, and none of a library, such as an HTTP client's."""
+    return isinstance(error, _MISTAKES) and type(error).__module__ == "builtins"
+
+
 class DeadlineError(HpcrlError):
     """A process did not answer in time; the message names role, host, what was awaited and for how long."""
 
@@ -93,7 +115,7 @@ class Interrupted(Stopped):
 
 #: the kinds of error that processes tell one another by name
 KINDS: dict[str, type[HpcrlError]] = {
-    kind.__name__: kind for kind in (HpcrlError, UsageError, DataError, DeadlineError, PeerError, Stopped)
+    kind.__name__: kind for kind in (HpcrlError, UsageError, DataError, CodeError, DeadlineError, PeerError, Stopped)
 }
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from hpcrl.config.foreign_imports import answer_foreign_imports
 from hpcrl.config.module_search import find_module, search_path
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import CodeError, HpcrlError, UsageError, is_mistake
 from hpcrl.utils.untrusted_files import read_given_bytes
 
 T = TypeVar("T")
@@ -258,7 +258,8 @@ def named(shown: str) -> Iterator[None]:
     except BaseException as error:  # whatever the user's code does, SystemExit included
         print(trace_of(error), file=sys.stderr, flush=True)
         hints = ["its traceback is in the log", *lacking(error)]
-        raise HpcrlError(f"{shown} raised {said_of(error)}", "; ".join(hints)) from error
+        kind = CodeError if is_mistake(error) else HpcrlError
+        raise kind(f"{shown} raised {said_of(error)}", "; ".join(hints)) from error
 
 
 def guarded(function: Callable[..., T], shown: str) -> Callable[..., T]:

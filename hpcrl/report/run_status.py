@@ -45,7 +45,6 @@ class Status(msgspec.Struct):
     phase: str
     message: str = ""  #: the error with its hint, why it waits, or what else there is to know
     scheduler: str = "local"
-    by_hand: bool = False  #: whether the user submitted its script with sbatch, so that hpcrl cannot submit it again
     job_id: str | None = None
     job_state: str | None = None  #: in Slurm's own word
     host: str = ""  #: where the launcher runs
@@ -78,6 +77,7 @@ class Status(msgspec.Struct):
     left: float | None = None  #: to the time limit
     fits: bool | None = None  #: whether the stage will end before the time limit
     log: str = ""  #: the log to read first
+    next: str = ""  #: what to do, once it is not at work
     stop_asked: bool = False
     notes: list[str] = []
 
@@ -112,7 +112,6 @@ def judge_run(
     if job:
         status.scheduler = job.scheduler
         status.job_id = job.job_id
-        status.by_hand = job.queued and job.site is None
     if queued and queued.phase != "gone":
         status.job_state = queued.word
     if state:
@@ -137,6 +136,16 @@ def judge_run(
             status.engines = stage.engines.engines
     if phase == "failed":
         status.log = str(run.log)
+    if phase in ("stopped", "failed", "cancelled", "lost"):
+        ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE"}
+        if job and job.queued and job.site is None:  # it was not hpcrl that submitted it
+            ways["slurm"] = "give Slurm its script again: SCRIPT --run-dir {}"
+        again = ways.get(status.scheduler, "hpcrl resume {}").format(status.run)
+        status.next = again
+        if phase == "failed" and stage and stage.failure:
+            from hpcrl.run.code_files import how_to_fix  # with asyncio, which a list of runs does without
+
+            status.next = how_to_fix(run.root, stage.failure, again) or again
     status.stop_asked = (run.root / STOP).exists() and phase in WORKING
     ends = (queued and queued.ends) or (state and state.ends)
     if ends and phase in WORKING:

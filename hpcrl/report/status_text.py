@@ -103,14 +103,14 @@ def facts(s: Status) -> list[tuple[str, str]]:
         rows += _work(s)
     if s.engines:
         rows.append(("engines", engine_line(s.engines)))
-    rows += fault_rows(s.faults)
+    rows += fault_rows(s.faults, s.message)
     if s.left is not None or s.needs is not None:
         rows.append(("time", _time(s)))
     if s.stop_asked:
         rows.append(("", "saving and ending"))
     rows += [("note", note) for note in s.notes]
-    if s.phase in ("stopped", "failed", "cancelled", "lost"):
-        rows.append(("next", _hint_for(s)))
+    if s.next:
+        rows.append(("next", s.next.replace(s.run, shorten_path(s.run))))
     return [(strip_control(name), strip_control(text)) for name, text in [(shorten_path(s.run), s.phase), *rows]]
 
 
@@ -164,8 +164,8 @@ def speed_rows(s: Status) -> list[tuple[str, str]]:
     return rows
 
 
-def fault_rows(faults: Sequence[Fault]) -> list[tuple[str, str]]:
-    """What faults have cost so far, and the last of them."""
+def fault_rows(faults: Sequence[Fault], said: str = "") -> list[tuple[str, str]]:
+    """What faults have cost so far, and the last of them, but for what is said above."""
     if not faults:
         return []
     over = [fault for fault in faults if fault.seconds is not None]
@@ -176,7 +176,11 @@ def fault_rows(faults: Sequence[Fault]) -> list[tuple[str, str]]:
     last = faults[-1]
     return [
         ("faults", f"{len(faults)}: {cost}"),
-        ("", f"attempt {last.attempt}, at step {last.step}: {last.place}: {last.why}"),
+        (
+            "",
+            f"attempt {last.attempt}, at step {last.step}: {last.place}"
+            + ("" if last.why in said else f": {last.why}"),
+        ),
         *[("left out", f.left_out) for f in faults if f.left_out],
     ]
 
@@ -196,13 +200,6 @@ def _time(s: Status) -> str:
         fate = "saved and requeued" if s.queued else "ended"
         return f"{needs}, {left}: it will not finish before, and will be {fate}"
     return f"{needs}, {left}" if needs else left
-
-
-def _hint_for(s: Status) -> str:
-    if s.by_hand:
-        return f"give Slurm its script again: SCRIPT --run-dir {shorten_path(s.run)}"
-    ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE"}
-    return ways.get(s.scheduler, "hpcrl resume {}").format(shorten_path(s.run))
 
 
 def line(s: Status) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from hpcrl.config.custom_functions import named, said_of, settled, short, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import option_text
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, is_mistake
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.sample import BadSample, Sample
 from hpcrl.transport.sample_batch import SampleBatch
@@ -132,12 +132,14 @@ class FailedHook(Exception):
 
     Attributes:
         trace: the traceback of the user's code, "" if it raised nothing.
+        mistake: as in `GradingOutcome`.
     """
 
-    def __init__(self, text: str, trace: str = "") -> None:
+    def __init__(self, text: str, trace: str = "", mistake: bool = True) -> None:
         super().__init__(text)
         self.text = text
         self.trace = trace
+        self.mistake = mistake
 
 
 class RolloutHooks:
@@ -193,7 +195,7 @@ class RolloutHooks:
             try:
                 found = await settled(function(self._args, sample, rollout_id=self.rollout_id, evaluation=evaluation))
             except Exception as error:
-                raise FailedHook(f"{shown} raised {said_of(error)}", trace_of(error)) from error
+                raise FailedHook(f"{shown} raised {said_of(error)}", trace_of(error), is_mistake(error)) from error
             if found is not None and not isinstance(found, Sample):
                 raise FailedHook(f"{shown} returned {short(found)}, a Sample or nothing is wanted")
             if found is not None and found is not sample:

@@ -120,6 +120,7 @@ class GradingOutcome(msgspec.Struct):
     Attributes:
         parts: {reward, or key of its object: value}.
         failure: "", TIMEOUT, ERROR or LOST, with its text.
+        mistake: whether the user's function is wrong.
     """
 
     values: dict[str, float] = {}
@@ -127,6 +128,7 @@ class GradingOutcome(msgspec.Struct):
     failure: str = ""
     text: str = ""
     trace: str = ""
+    mistake: bool = False
 
 
 class GradingReply(msgspec.Struct, tag=True):
@@ -204,7 +206,7 @@ class CustomResult(msgspec.Struct, tag=True):
         samples: those that the function returned; None where it returned None: those that it had the endpoint make.
         given: the sample that it was given, as it has left it, if it returned None: of its reward and metadata.
         transcript: what the call did in sandboxes, as `samplers.transcript.commands_of`.
-        failure: "", TIMEOUT, ERROR or LOST, with its text.
+        failure, mistake: as in `GradingOutcome`.
     """
 
     id: int
@@ -213,4 +215,5 @@ class CustomResult(msgspec.Struct, tag=True):
     failure: str = ""
     text: str = ""
     trace: str = ""
+    mistake: bool = False
     transcript: dict[str, Any] = {}

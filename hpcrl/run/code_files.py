@@ -11,7 +11,9 @@ process that it starts, imports anything of the user's.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +21,10 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.custom_functions import SNAPSHOT
-from hpcrl.errors import HpcrlError
-from hpcrl.run.rundir import write_atomic
+from hpcrl.errors import CodeError, HpcrlError
+from hpcrl.run.rundir import AttemptFailure, write_atomic
 from hpcrl.run.started_runs import LIVE, RECIPE
-from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import Damaged, read_json, read_regular
 
 #: their names in a run directory
 CODE = "code"
@@ -30,6 +32,7 @@ RECORD = "code.json"
 PATH = "path.json"  #: in RUN/code
 #: an environment variable: the directories of --code-path, for the processes that a role starts
 FIRST = "HPCRL_CODE_PATH"
+_PLACE = re.compile(r"\(([^\s()]+\.py):\d+ in ")  #: of `custom_functions.place_of`
 
 
 class CodeFile(msgspec.Struct, frozen=True):
@@ -63,6 +66,30 @@ def read_code_record(root: Path) -> CodeRecord:
         return read_json(root / RECORD, CodeRecord)
     except (OSError, Damaged):
         return CodeRecord()
+
+
+def digest(path: Path) -> str:
+    """Of the contents as they are now; "" where they cannot be read."""
+    try:
+        return hashlib.sha256(read_regular(path.resolve())).hexdigest()
+    except OSError:
+        return ""
+
+
+def how_to_fix(root: Path, failure: AttemptFailure | None, again: str) -> str:
+    """What to do after an attempt that ended with a mistake in the user's own code; "" after any other.
+
+    Args:
+        again: the command that resumes the run.
+    """
+    if failure is None or failure.kind != CodeError.__name__:
+        return ""
+    named = _PLACE.findall(failure.message)[-1:]
+    copies = [file for file in read_code_record(root).files if file.place and Path(file.source).name in named]
+    if copies and not (root / LIVE).exists():
+        again += " --live-code"
+    fixed = any(digest(Path(file.source)) != file.sha256 for file in copies)
+    return again if fixed else f"fix {named[0] if named else 'it'}, then {again}"
 
 
 def code_root(root: Path) -> Path | None:

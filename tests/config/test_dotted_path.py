@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hpcrl.config.custom_functions import (
     takes,
 )
 from hpcrl.config.recipe import Recipe, Stage, resolve_stages
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import CodeError, HpcrlError, UsageError
 from tests.support.options import GRPO, PLACES
 
 HERE = "tests.config.test_dotted_path"
@@ -126,12 +127,21 @@ def test_exception_is_named_with_traceback(capfd: pytest.CaptureFixture[str]) ->
         return 1 / number
 
     with pytest.raises(
-        HpcrlError, match=r"^--x my.f raised ZeroDivisionError: division by.*\(test_dotted_path.py:\d+ in bad\)"
+        CodeError, match=r"^--x my.f raised ZeroDivisionError: division by.*\(test_dotted_path.py:\d+ in bad\)"
     ):
         guarded(bad, "--x my.f")(0)
     assert "Traceback" in capfd.readouterr().err
     with pytest.raises(HpcrlError, match="--x my.f raised SystemExit: 3"), named("--x my.f"):
         raise SystemExit(3)
+    for passing in (
+        ConnectionResetError(),
+        TimeoutError(),
+        RuntimeError("CUDA error"),
+        json.JSONDecodeError("no", "", 0),
+    ):
+        with pytest.raises(HpcrlError) as caught, named("--x my.f"):
+            raise passing
+        assert type(caught.value) is HpcrlError, "it may be over at the next attempt"
     with pytest.raises(UsageError, match="^as it is$"), named("--x my.f"):
         raise UsageError("as it is")
     with pytest.raises(asyncio.CancelledError), named("--x my.f"):

@@ -27,7 +27,7 @@ from tests.support.faults.campaign import Campaign
 from tests.support.faults.checks import Reference
 from tests.support.faults.kinds import HANG, local_kinds
 from tests.support.faults.local import LocalBed
-from tests.support.runs import SFT, Run, all_gone, events, metrics, recipe, samples, series
+from tests.support.runs import KEPT, SFT, Run, all_gone, events, metrics, recipe, samples, series
 from tests.support.stand_in_trackers import stand_ins
 
 pytestmark = pytest.mark.process
@@ -122,6 +122,35 @@ def test_a_stop_saves_first(tmp_path: Path, task: Path) -> None:
     run.end_early(2, signal.SIGTERM)
     tracker = run.root / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.exists() and int(tracker.read_text()) == run.steps()
+
+
+HOOK = """
+def before_step(options, rollout_id, step_id, model, optimizer, scheduler):
+    assert rollout_id < 2, "no more"
+"""
+
+
+def test_own_mistake_ends_a_run_at_once(tmp_path: Path, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No second attempt; file and line come first, and what to do last: it works once the file is right."""
+    (own := tmp_path / "own.py").write_text(HOOK)
+    hook = {"custom_megatron_before_train_step_hook_path": "own.before_step"}
+    run = start(tmp_path, task, **KEPT, **hook)
+    status, out = run.end()
+    assert status == 1 and "data and code" in out, out
+    *_, last = out.splitlines()
+    assert re.search(
+        r"error: trainer-0: --custom-\S+ own.before_step raised AssertionError: no more \(own.py:3 in", last
+    )
+    again = f"hpcrl resume {run.root} --live-code"
+    assert last.endswith(f"; fix own.py, then {again}") and os.listdir(run.root / "attempts") == ["0"]
+    own.write_text(HOOK.replace("< 2", "< 99"))
+    assert main(["status", str(run.root)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(rf"next +{again}\n", told) and told.count("no more") == 1, told
+    done = subprocess.run(
+        [sys.executable, "-m", *again.split()], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0 and len(metrics(run.root)) == 6, done.stderr
 
 
 def tracked_alike(root: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError, Stopped, UsageError
+from hpcrl.errors import HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.attempts.attempt import Backend, run_attempt
 from hpcrl.launch.attempts.excluded_hosts import leave_out
 from hpcrl.launch.attempts.host_processes import HeldHosts
@@ -27,6 +27,7 @@ from hpcrl.plan import Plan, make_plan
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
 from hpcrl.run.attempt_log import note_failed, unended
+from hpcrl.run.code_files import how_to_fix
 from hpcrl.run.copies_directory import tell_followed
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import read_plan
@@ -108,6 +109,8 @@ class StageAttempts:
         begun = bool(self.held_hosts.members)
         turn = lambda: self.turn(rundir)  # noqa: E731
         self.failed.append(self._look_at(rundir))
+        if fix := how_to_fix(self.root, self.failed[-1].failure, self.backend.again(self.root)):
+            error = PeerError(error.what, fix)
         turn()
         if (here := work_in_turns(lambda: position(self.root), turn)) != self._position:
             self._position, self._fruitless = here, 0

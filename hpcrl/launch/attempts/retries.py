@@ -1,9 +1,9 @@
 """Whether a stage that has failed is tried again on the hosts that its job holds.
 
 Pure: what is known of the failures of this job in, a reason to end out.  Invariants: what another attempt would not
-change ends the run with the first error that says so: a setting, a failure before anything was trained that no machine
-can be blamed for, the same error at the same step twice; `progress.py` ends a run that is tried again and again
-without a new checkpoint.
+change ends the run with the first error that says so: a setting, a mistake in the user's own code, a failure before
+anything was trained that no machine can be blamed for, the same error at the same step twice; `progress.py` ends a run
+that is tried again and again without a new checkpoint.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpcrl.errors import EXITED, UNEXPECTED, DataError, HpcrlError, UsageError
+from hpcrl.errors import EXITED, UNEXPECTED, CodeError, DataError, HpcrlError, UsageError
 from hpcrl.run.rundir import AttemptFailure
 
 #: errors of what was given to the run
-SETTINGS = (UsageError.__name__, DataError.__name__)
+SETTINGS = (UsageError.__name__, DataError.__name__, CodeError.__name__)
 #: errors that a process has made itself, and would make again in the same place
 OWN = (HpcrlError.__name__, UNEXPECTED, EXITED)
 #: how often what others have seen of a process's end happens alike before it is taken for no chance
@@ -80,7 +80,7 @@ def reason_to_end(failed: Sequence[FailedAttempt], limit: int, fruitless: int) -
     """
     last = failed[-1]
     if last.failure is not None and last.failure.kind in SETTINGS:
-        return "another attempt would have the same settings and data"
+        return "another attempt would have the same settings, data and code"
     if last.own and not any(one.trained for one in failed):
         return "it had not begun to train"
     alike = sum(last.same(earlier) for earlier in failed[:-1] if earlier.own or not last.own)

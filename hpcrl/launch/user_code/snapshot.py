@@ -33,7 +33,7 @@ from hpcrl.launch.user_code.directories import (
     outermost,
     python_path,
 )
-from hpcrl.run.code_files import CODE, PATH, CodeFile, CodeRecord, read_code_record, write_code_record
+from hpcrl.run.code_files import CODE, PATH, CodeFile, CodeRecord, digest, read_code_record, write_code_record
 from hpcrl.run.rundir import write_atomic, write_unread
 from hpcrl.run.started_runs import LIVE
 from hpcrl.run.storage_errors import describe
@@ -88,7 +88,7 @@ def begin_code(
     for base, names in outermost(folders, recipe, root).items():
         place = places[base] = _place_of(base, [*places.values(), PATH])
         records += [_copy(base / name, base, root / CODE, f"{place}/{name}") for name in names]
-    records += [CodeFile("", str(script), _digest(script)) for script in _scripts(prepare)]
+    records += [CodeFile("", str(script), digest(script)) for script in _scripts(prepare)]
     searched = [place for folder in folders if (place := _place_in(folder, places, root / CODE))]
     _check_modules(modules, [str(root / CODE / place) for place in searched], [*path, *sys.path])
     if searched:
@@ -190,14 +190,6 @@ def _copy(source: Path, folder: Path, code: Path, place: str) -> CodeFile:
 # ---- later
 
 
-def _digest(path: Path) -> str:
-    """Of the contents as they are now; "" where they cannot be read."""
-    try:
-        return hashlib.sha256(read_regular(path.resolve(), most=MOST_BYTES)).hexdigest()
-    except OSError:
-        return ""
-
-
 def changed_files(root: Path, copied: bool) -> tuple[list[str], list[str]]:
     """The originals that are not any more what the run was begun with, and those that are not there.
 
@@ -208,7 +200,7 @@ def changed_files(root: Path, copied: bool) -> tuple[list[str], list[str]]:
     absent: list[str] = []
     for file in read_code_record(root).files:
         counts = file.sha256 and (file.place.endswith(".py") if copied else not file.place)
-        if counts and (now := _digest(Path(file.source))) != file.sha256:
+        if counts and (now := digest(Path(file.source))) != file.sha256:
             (changed if now else absent).append(file.source)
     return changed, absent
 

@@ -17,7 +17,7 @@ from hpcrl.config.custom_functions import said_of, settled, short, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import is_path
 from hpcrl.config.plugin_points import load_own, option_text
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import CodeError, HpcrlError, is_mistake
 from hpcrl.rollout.filters.verdict import Verdict, read_verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.slime_names.arguments import Arguments
@@ -69,9 +69,9 @@ class DynamicFilter:
             self._failed += 1
             text = said_of(error)
             if self._failed > FEW and self._failed > self._judged / 2:
-                raise HpcrlError(
-                    f"{self._shown} failed on {self._failed} of the {self._judged} groups of rollout {rollout_id}; the "
-                    f"last: {text}",
+                raise (CodeError if is_mistake(error) else HpcrlError)(
+                    f"{self._shown} failed: {text}; on {self._failed} of the {self._judged} groups of rollout "
+                    f"{rollout_id}",
                     "its traceback is in the log",
                 ) from error
             self._said += 1

@@ -24,7 +24,7 @@ from hpcrl.config.custom_functions import is_async, place_of, settled, short, tr
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import read_words
 from hpcrl.config.plugin_points import load_own
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError, is_mistake
 from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.rollout.worker_messages import (
@@ -155,14 +155,14 @@ async def grade(
 
 def _failed(word: str, error: BaseException) -> GradingOutcome:
     if isinstance(error, NoReward):
-        return GradingOutcome(failure=ERROR, text=f"reward {word} {error}")
+        return GradingOutcome(failure=ERROR, text=f"reward {word} {error}", mistake=True)
     if isinstance(error, MemoryError):
         return GradingOutcome(
             failure=ERROR, text=f"reward {word} needs more memory than a grading may take", trace=trace_of(error)
         )
     said = str(error) if isinstance(error, HpcrlError) else f"raised {type(error).__name__}: {error}"
     text = f"reward {word} {said[:500]}{place_of(error)}"
-    return GradingOutcome(failure=failure_of(error), text=text, trace=trace_of(error))
+    return GradingOutcome(failure=failure_of(error), text=text, trace=trace_of(error), mistake=is_mistake(error))
 
 
 def _number(result: Any, key: str | None, parts: dict[str, float]) -> float:

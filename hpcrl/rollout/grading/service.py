@@ -147,7 +147,7 @@ class Grading:
         sample.grading = ERROR if outcome.failure == LOST else outcome.failure
         sample.grading_error = outcome.text
         self._tallies.say(outcome.text, f"failed grading: {text}", outcome.trace)
-        tally.fail(where, text)
+        tally.fail(where, text, outcome.mistake)
 
     async def _before(self, sample: Sample, evaluation: bool) -> GradingOutcome | None:
         """Have the sample's hooks see it; how it failed, if it did."""
@@ -156,7 +156,7 @@ class Grading:
         try:
             await self._hooks.before_reward(sample, evaluation)
         except FailedHook as error:
-            return GradingOutcome(failure=ERROR, text=error.text, trace=error.trace)
+            return GradingOutcome(failure=ERROR, text=error.text, trace=error.trace, mistake=error.mistake)
         return None
 
     def _words_for(self, sample: Sample, by: GradedBy) -> tuple[RewardWord, ...]:

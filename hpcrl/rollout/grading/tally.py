@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import CodeError, HpcrlError
 from hpcrl.rollout.worker_messages import ERROR, TIMEOUT
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
@@ -39,8 +39,11 @@ class Tally:
     counted: str = "gradings"
     failed: int = 0
 
-    def fail(self, prompt: str, text: str) -> None:
+    def fail(self, prompt: str, text: str, mistake: bool = False) -> None:
         """Count one.
+
+        Args:
+            mistake: as in `GradingOutcome`.
 
         Raises:
             HpcrlError: once they are more than the limit and come from more than one prompt, or more than the batch.
@@ -50,7 +53,7 @@ class Tally:
             self.prompts.add(prompt)
         several = len(self.prompts) > 1 or not self.limit or self.failed > self.size
         if several and self.failed > self.limit * self.size:
-            raise HpcrlError(
+            raise (CodeError if mistake else HpcrlError)(
                 f"{text} ({self.failed} of the {self.size} {self.counted} of {self.what} failed, more than "
                 f"--reward-max-failed {self.limit:g})",
                 "the rollout's log has the tracebacks",

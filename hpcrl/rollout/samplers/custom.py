@@ -249,7 +249,7 @@ class CustomSampler:
         text = f"{FLAG} {self._options.custom_generate_function_path} {done.text}"
         shown = f"{text} on response {asked.index} of group {asked.group.number} ({where})"
         self._tallies.say(text, f"failed generation: {shown}", done.trace)
-        self._count(asked, where, shown)
+        self._count(asked, where, shown, done.mistake)
         end = np.asarray([min(self._tokenizer.eos_ids, default=0)], np.int32)
         tokens = np.concatenate([prompt.array("tokens"), end])
         routing = self._sampling(asked).routing
@@ -267,13 +267,13 @@ class CustomSampler:
             rollout_routed_experts=None if routing is None else unknown_experts(len(tokens), routing),
         )
 
-    def _count(self, asked: ResponseRequest, where: str, text: str) -> None:
+    def _count(self, asked: ResponseRequest, where: str, text: str, mistake: bool = True) -> None:
         """Count a failed call.
 
         Raises:
             HpcrlError: if those of the batch are too many.
         """
-        self._tallies.tally_of(*self._batch(asked)).fail(where, text)
+        self._tallies.tally_of(*self._batch(asked)).fail(where, text, mistake)
 
     def _batch(self, asked: ResponseRequest) -> tuple[str, int, int]:
         """(name, responses, responses to a prompt) of the batch that a response is for."""

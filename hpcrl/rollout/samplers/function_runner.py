@@ -18,7 +18,7 @@ from hpcrl.config.custom_functions import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, option_text
 from hpcrl.engine.membership.http import client_session
-from hpcrl.errors import UsageError
+from hpcrl.errors import UsageError, is_mistake
 from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from hpcrl.rollout.samplers.conversation import TEXT, PolicyClient
@@ -135,10 +135,11 @@ class FunctionRunner:
         except asyncio.CancelledError:
             raise
         except (NoSample, BadSample) as error:
-            return CustomResult(call.id, failure=ERROR, text=str(error))
+            return CustomResult(call.id, failure=ERROR, text=str(error), mistake=True)
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
             text = f"raised {said_of(error)}"
-            return CustomResult(call.id, failure=failure_of(error), text=text, trace=trace_of(error))
+            found = {"failure": failure_of(error), "text": text, "trace": trace_of(error)}
+            return CustomResult(call.id, **found, mistake=is_mistake(error))
 
     async def _run_call(self, call: CustomCall) -> CustomResult:
         asked = unpack(call.sample)

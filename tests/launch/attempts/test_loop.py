@@ -79,7 +79,7 @@ class Job:
         def observe(rundir: RunDir) -> Iterator[Callable[[], None]]:
             yield lambda: None
 
-        backend: Any = SimpleNamespace(leave_out=self.left_out.extend)
+        backend: Any = SimpleNamespace(leave_out=self.left_out.extend, again="hpcrl resume {}".format)
         given = (
             Options(**(TWO | options)),
             backend,

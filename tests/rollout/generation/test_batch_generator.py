@@ -429,7 +429,8 @@ def test_a_filter_may_fail_on_a_group_but_not_on_most(tmp_path: Path, capfd: pyt
         assert not any(n % 2 for n in numbers(rollout)) and metrics["rollout/dynamic_filter/drop_odd_number_"] >= 3
         attempt = Attempt(tmp_path / "all", FakeSampler(), dynamic_sampling_filter_path=f"{HERE}.nonsense")
         with pytest.raises(
-            HpcrlError, match="--dynamic-sampling-filter-path .*nonsense failed on 3 of the 3 groups of rollout 0.*str"
+            HpcrlError,
+            match="--dynamic-sampling-filter-path .*nonsense failed: .*str.* on 3 of the 3 groups of rollout 0",
         ):
             await attempt.step(0, 0)
 

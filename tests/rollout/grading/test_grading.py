@@ -17,7 +17,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import own_reward, read_words
-from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.errors import CodeError, DataError, HpcrlError, UsageError
 from hpcrl.rollout import worker_pool
 from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.rollout.grading import service
@@ -440,7 +440,7 @@ def test_too_many_failures_stop_the_run() -> None:
         for number in range(20):
             await grade(grading, sample("bad"), size=20, where=f"p.jsonl, line {number % 3}")
 
-    with pytest.raises(HpcrlError) as caught:
+    with pytest.raises(CodeError, match=r"^reward \S+ raised KeyError: 'answer' \(own_rewards.py:\d+ in ") as caught:
         run(body, custom_rm_path=f"{HERE}.raises", reward_max_failed=0.2)
     for words in (
         "5 of the 20 gradings of rollout 0",
