@@ -19,7 +19,7 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
-from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
+from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended, out_of_memory
 from hpcrl.run.gpu_environment import gpus_are_here, without_gpus
 from hpcrl.run.process import PARENT, end_processes
 from hpcrl.run.role import last_error
@@ -71,9 +71,8 @@ class Role:
         """How it ended, for a user, with what its log says of hardware, or its own last words where it ended by
         itself."""
         log = last_lines(self.log, 200) if self.log.exists() else []
-        said = hardware_words(b"\n".join(log).decode(errors="replace"))
-        if said is None and self.process.returncode > 0:
-            said = last_error(log)
+        text = b"\n".join(log).decode(errors="replace")
+        said = hardware_words(text) or (self.process.returncode > 0 and last_error(log)) or out_of_memory(text)
         also = f"; it says: {said}" if said else ""
         how = how_it_ended(self.process.returncode, self.memory)
         return f"{self.name}-{self.index} {how}{also}; its log is {self.log}"

@@ -187,3 +187,20 @@ HARDWARE = re.compile(
 def hardware_words(text: str) -> str | None:
     """The line that says that hardware is broken, if one does."""
     return next((line.strip()[:200] for line in text.splitlines() if HARDWARE.search(line)), None)
+
+
+# ---- what torch, CUDA's libraries and vLLM say of a GPU's memory
+
+GPU_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|Cuda failure[\w ]* 'out of memory'"
+    r"|cudaErrorMemoryAllocation|CU(?:BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
+    r"|less than desired [CG]PU memory utilization|No available memory for the cache blocks"
+)
+
+
+def out_of_memory(text: str) -> str:
+    """The line that says that a GPU has no memory left, "" if none does.
+
+    The kernel's word on a host's memory is not meant.
+    """
+    return next((line.strip()[:300] for line in text.splitlines() if GPU_MEMORY.search(line)), "")

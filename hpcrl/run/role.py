@@ -20,6 +20,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, failure_kind
 from hpcrl.plan import Plan
 from hpcrl.run.code_files import use_code
+from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.heartbeat import beating
 from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.process import set_limits
@@ -164,5 +165,5 @@ def _describe_unexpected(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in WORDS:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return f"{where}{describe(error)}; {remedy(error)}"
-    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    line = out_of_memory(str(error)) or next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line}"

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from hpcrl import errors
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.run.exit_status import out_of_memory
 
 ALONE = "raised by this rank alone"  #: a note of such an error
 
@@ -109,7 +110,7 @@ def may_be_echo(error: BaseException) -> bool:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     alone = world == 1
     of_gloo = type(error) is RuntimeError and "inline_container.cc" not in str(error)
-    return not alone and (isinstance(error, dist.DistError) or of_gloo)
+    return not alone and not out_of_memory(str(error)) and (isinstance(error, dist.DistError) or of_gloo)
 
 
 def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
@@ -182,7 +183,7 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _as_ours(error: BaseException) -> HpcrlError:
     if isinstance(error, HpcrlError):
         return error
-    return HpcrlError(short(error) or type(error).__name__)
+    return HpcrlError(out_of_memory(str(error)) or short(error) or type(error).__name__)
 
 
 def short(error: BaseException) -> str:

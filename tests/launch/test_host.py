@@ -174,6 +174,7 @@ def test_role_that_ended_with_its_host(rundir: RunDir, status: int, told: int) -
         (1, ["10:00:00 error: early", *["line"] * 30], "exit code 1; its log is"),
         (1, ["10:00:00 error: the first", "10:00:00 error: \033[31mthe last"], "it says: the last"),
         (-9, ["10:00:00 error: of an earlier incarnation"], "; its log is"),
+        (-6, ["what():  CUDA error: out of memory", "line"], "it says: what():  CUDA"),
     ],
 )
 def test_error_that_a_role_could_not_record(tmp_path: Path, status: int, lines: list[str], said: str) -> None:

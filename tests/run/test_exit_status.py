@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
+from hpcrl.run.exit_status import MemoryWatch, how_it_ended, out_of_memory, signal_name
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,25 @@ def test_a_kill_before_the_process_is_none_of_its(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", [-1000, -65, 0, 1, 127, 128, 193, 255, 4096])
 def test_no_status_is_an_error(status: int) -> None:
     assert how_it_ended(status) and signal_name(abs(status))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("torch.OutOfMemoryError: Allocation on device would exceed allowed memory.", 0),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation", 0),
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 0),
+        ("NCCL error in: x.cpp:77, unhandled cuda error\nLast error:\n  Cuda failure 2 'out of memory'", 2),
+        ("Cuda failure 'out of memory'", 0),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", 0),
+        ("cudaMalloc: cudaErrorMemoryAllocation", 0),
+        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", 0),
+        ("Free memory on device cuda:0 (1/2 GiB) on startup is less than desired GPU memory utilization (0.9)", 0),
+        ("out of memory: the kernel killed 1 process", None),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", None),
+        ("CUDA error: an illegal memory access was encountered", None),
+        ("", None),
+    ],
+)
+def test_a_gpu_without_memory_is_told(text: str, line: int | None) -> None:
+    assert out_of_memory(text) == ("" if line is None else text.splitlines()[line].strip())

@@ -9,7 +9,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import probe
 from hpcrl.plan import Location, Plan
-from hpcrl.run.role import open_role, read_plan
+from hpcrl.run.role import act, open_role, read_plan
 from hpcrl.run.rundir import RunDir
 
 PLAN = Plan("run", 0, (Location("a", (0,)),), (), Location("a", ()))
@@ -45,3 +45,15 @@ def test_a_hosts_report_that_is_none_is_named(rundir: RunDir, damage: bytes) -> 
     (rundir.here / "hosts" / "b.json").write_bytes(damage)
     with pytest.raises(PeerError, match=r"hosts/b\.json.*damaged, or of another"):
         probe.gather(rundir, ["a", "b"], 5)
+
+
+def test_an_error_is_told_by_its_cause(rundir: RunDir) -> None:
+    """NCCL says first where it is, and last what is wrong."""
+
+    def body() -> None:
+        raise RuntimeError("NCCL error in: x.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'")
+
+    rundir.plan_file.write_bytes(msgspec.json.encode(PLAN))
+    context = open_role([str(rundir.root), "--attempt", "0"])
+    assert act("trainer", context, 0, body) == 1
+    assert rundir.failure().message == "RuntimeError: Cuda failure 2 'out of memory'"

@@ -55,6 +55,7 @@ def left_alone() -> list[tuple[str, bool]]:
         torch.OutOfMemoryError("NCCL"),
         NotImplementedError("gloo"),
         dist.DistBackendError("any"),
+        dist.DistBackendError("NCCL error\nLast error:\nCuda failure 2 'out of memory'"),
     )
     return found + [(type(error).__name__, may_be_echo(error)) for error in others]
 
@@ -69,6 +70,7 @@ def test_error_is_known_by_its_class() -> None:
         ("OutOfMemoryError", False),
         ("NotImplementedError", False),
         ("DistBackendError", True),
+        ("DistBackendError", False),
     ]
 
 

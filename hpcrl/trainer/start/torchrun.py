@@ -15,9 +15,10 @@ from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, PeerError
+from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.compile_cache.role_cache import KeptCode
 from hpcrl.run.compile_cache.shape import pipeline_stages
-from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
+from hpcrl.run.exit_status import MemoryWatch, how_it_ended, out_of_memory, signal_name
 from hpcrl.run.gpu_environment import Where, build_tools, missing, overruled, wanted
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -90,7 +91,8 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         place = context.plan.trainers[rank].host
-        message = f"rank {rank} on {place} {how_it_ended(failure.exitcode, memory)}"
+        said = out_of_memory(end_of_text(context.rundir.logs / f"trainer-{ranks[0]}.log"))
+        message = f"rank {rank} on {place} {how_it_ended(failure.exitcode, memory)}" + (said and f"; it says: {said}")
         say(message)
         context.rundir.fail("trainer", rank, message, EXITED if failure.exitcode > 0 else "")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
