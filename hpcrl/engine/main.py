@@ -32,7 +32,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.models.files.config_json import read_config
 from hpcrl.report.timeline.spans import Timeline, role_timeline
 from hpcrl.run.compile_cache.role_cache import KeptCode
-from hpcrl.run.engine_files import record_end, restart_limit, was_up
+from hpcrl.run.engine_files import limit_after, record_end, restart_limit, was_up
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import overruled
 from hpcrl.run.pauses import read_carried
@@ -326,7 +326,7 @@ def record(context: RoleContext, why: str) -> None:
         return
     index = context.index
     incarnation = context.incarnation
-    limit = restart_limit(context.options, context.plan)
+    limit = limit_after(why, restart_limit(context.options, context.plan), context.options.oom_retries, rundir)
     host = context.plan.engines[index].host if index < len(context.plan.engines) else "?"
     first = read_carried(rundir).begin.get(index, 0)
     record_end(rundir, index, host, incarnation, limit, was_up(rundir, index, incarnation), why, first)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
-from hpcrl.run.engine_files import PAUSE, record_end, starts_again, was_up
+from hpcrl.run.engine_files import PAUSE, limit_after, record_end, starts_again, was_up
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -47,6 +47,7 @@ class EngineRestarter:
         commands: Mapping[int, list[str]],
         begin: Callable[[str, int, list[str]], R],
         incarnations: Mapping[int, int] | None = None,
+        oom_retries: int = 0,
     ) -> None:
         """Create one.
 
@@ -56,6 +57,7 @@ class EngineRestarter:
         self.rundir = rundir
         self.host = host
         self._limit = limit
+        self._oom_retries = oom_retries
         self._commands = commands
         self._begin = begin
         self.incarnations = dict.fromkeys(commands, 0) | dict(incarnations or {})
@@ -67,13 +69,12 @@ class EngineRestarter:
         now = time.monotonic()
         for role in [r for r in roles if r.name == "engine" and r.status is not None]:
             index, incarnation, first = role.index, self.incarnations[role.index], self._first[role.index]
-            if not starts_again(self._limit, incarnation, was_up(self.rundir, index, incarnation), first):
-                continue
             why = role.exit_report()
-            record_end(  # unless it has done so itself
-                self.rundir, index, self.host, incarnation, self._limit, True, why, first
-            )
-            say(f"{why}; it is started again ({incarnation - first + 1} of {self._limit})")
+            limit = limit_after(why, self._limit, self._oom_retries, self.rundir)
+            if not starts_again(limit, incarnation, was_up(self.rundir, index, incarnation), first):
+                continue
+            record_end(self.rundir, index, self.host, incarnation, limit, True, why, first)  # unless it has done so
+            say(f"{why}; it is started again ({incarnation - first + 1} of {limit})")
             roles.remove(role)
             self._due[role.index] = now + PAUSE
         for index in [index for index, due in self._due.items() if due <= now]:

@@ -160,7 +160,9 @@ class HostRoles:
         engines = {index: command for name, index, command in ours if name == "engine"}
         incarnations = {index: (carried.engines | carried.begin).get(index, 0) for index in engines}
         limit = restart_limit(self.options, self.plan)
-        self._restarter = EngineRestarter(self.rundir, self.host, limit, engines, self._start_role, incarnations)
+        self._restarter = EngineRestarter(
+            self.rundir, self.host, limit, engines, self._start_role, incarnations, self.options.oom_retries
+        )
         sandboxes = {index: command for name, index, command in ours if name == SANDBOX}
         self._sandboxes = SandboxRestarter(self.rundir, sandboxes, self._start_role)
         for name, index, command in ours:

@@ -65,7 +65,19 @@ class LeftOutRecord(AttemptRecord, frozen=True, tag="left out"):
     why: str
 
 
-Fact = ReadyRecord | FailureRecord | LeftOutRecord
+class LoweredRecord(AttemptRecord, frozen=True, tag="lowered"):
+    """The attempts after this one use less memory.
+
+    Attributes:
+        setting: its name.
+        what: its new and its old value, and who had no memory left, in words.
+    """
+
+    setting: str
+    what: str
+
+
+Fact = ReadyRecord | FailureRecord | LeftOutRecord | LoweredRecord
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -127,6 +139,11 @@ def note_left_out(rundir: RunDir, host: str, spare: str, why: str) -> None:
     _append(rundir, LeftOutRecord(rundir.attempt, time.time(), 0, _launcher(), host, spare, why[:MOST]))
 
 
+def note_lowered(rundir: RunDir, step: int, setting: str, what: str) -> None:
+    """Append that the attempts after this one use less memory."""
+    _append(rundir, LoweredRecord(rundir.attempt, time.time(), step, _launcher(), setting, what))
+
+
 def _launcher() -> float:
     return psutil.Process().create_time()
 
@@ -145,6 +162,11 @@ def read_attempts(stage: Path) -> list[Fact]:
     return list(_parsed(data))
 
 
+def lowered_settings(stage: Path) -> list[LoweredRecord]:
+    """What was lowered after out-of-memory errors, in order."""
+    return [event for event in read_attempts(stage) if isinstance(event, LoweredRecord)]
+
+
 def _parsed(data: bytes) -> Iterator[Fact]:
     for line in data.splitlines():
         with contextlib.suppress(msgspec.DecodeError):
@@ -158,7 +180,8 @@ def faults_of(events: Sequence[Fact]) -> list[Fault]:
     for number, event in enumerate(events):
         if not isinstance(event, FailureRecord):
             continue
-        later = [e for e in events[number + 1 :] if e.attempt > event.attempt and not isinstance(e, LeftOutRecord)]
+        rest = [e for e in events[number + 1 :] if isinstance(e, ReadyRecord | FailureRecord)]
+        later = [e for e in rest if e.attempt > event.attempt]
         ready = next((e for e in later if isinstance(e, ReadyRecord)), None)
         again = 0 if ready is None or event.attempt not in trained else max(0, event.step - ready.step)
         repeated = None if ready is None else again

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from hpcrl.errors import EXITED, HpcrlError
+from hpcrl.run.attempt_log import lowered_settings
+from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 from hpcrl.utils.untrusted_files import Damaged, read_json
@@ -57,6 +59,11 @@ def restart_limit(options: Options, plan: Plan) -> int:
     run as they end.
     """
     return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
+
+
+def limit_after(why: str, limit: int, oom_retries: int, rundir: RunDir) -> int:
+    """The limit after an end: 0 where the next attempt, with smaller settings, is the answer to it."""
+    return 0 if out_of_memory(why) and len(lowered_settings(rundir.root)) < oom_retries else limit
 
 
 def starts_again(limit: int, incarnation: int, was_up: bool, first: int = 0) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.launch import engine_restarter as engine_restarter
 from hpcrl.launch.engine_restarter import EngineRestarter
+from hpcrl.run.attempt_log import note_lowered
 from hpcrl.run.engine_files import end_of, record_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
@@ -66,6 +67,20 @@ def test_restarts_count_in_each_attempt(rundir: RunDir, clock: TimeLimitWatcher)
     assert roles[0].status == -9, "now it counts"
     assert not record_end(rundir, 1, "a", 3, 1, True, "hangs", 2)
     assert "again 1 time (" in rundir.failure().message and rundir.failure().message.startswith("engine-1 ended")
+
+
+def test_an_engine_without_memory_ends_it(rundir: RunDir, clock: TimeLimitWatcher) -> None:
+    """The next attempt uses less; where that was done as often as it may be, the engine is started again."""
+    full = Fake("engine", 1, ["run"], status=1)
+    full.exit_report = lambda: "it says: torch.OutOfMemoryError: CUDA out of memory."  # type: ignore[method-assign]
+    publish(rundir, EnginePeer(host="a", port=1, incarnation=0), 1)
+    for retries, left in ((1, [full]), (0, [])):
+        roles = [full]
+        EngineRestarter(rundir, "a", 2, {1: ["run"]}, Fake, oom_retries=retries).restart_ended(roles)
+        assert roles == left
+    note_lowered(rundir, 3, "max_num_seqs", "less")
+    EngineRestarter(rundir, "a", 2, {1: ["run"]}, Fake, oom_retries=1).restart_ended(roles := [full])
+    assert roles == []
 
 
 def test_never_up_is_a_failure(rundir: RunDir, clock: TimeLimitWatcher) -> None:

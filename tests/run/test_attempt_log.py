@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpcrl.report.not_learning import notes_of
 from hpcrl.report.status_text import fault_rows
 from hpcrl.run.attempt_log import (
     ATTEMPTS,
@@ -10,6 +11,7 @@ from hpcrl.run.attempt_log import (
     ReadyRecord,
     faults_of,
     note_failed,
+    note_lowered,
     note_ready,
     read_attempts,
 )
@@ -68,3 +70,15 @@ def test_faults_in_the_status_of_a_run() -> None:
     (_, _, told) = fault_rows(faults_of([*events, *out]))
     assert told == ("left out", "node2 (node4 in its place), node3")
     assert fault_rows([]) == []
+
+
+def test_what_was_lowered_is_told(rundir: RunDir) -> None:
+    """Among the notes of the run's numbers; to a fault it adds nothing."""
+    note_ready(rundir, 3)
+    note_failed(rundir, 4, None, "")
+    note_lowered(rundir, 4, "max_num_seqs", "--vllm-max-num-seqs 4, as engine-0 ran out of memory")
+    assert notes_of(rundir.root, []) == [
+        "since attempt 1, step 4: --vllm-max-num-seqs 4, as engine-0 ran out of memory"
+    ]
+    (fault,) = faults_of(read_attempts(rundir.root))
+    assert fault.repeated is None and fault.seconds is None

@@ -192,6 +192,8 @@ def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
         yield "wandb_group wandb_mode", "--use-wandb is not given"
     if not o.eval_config and not any(paths_of(o, name) for name in POINTS):
         yield "live_code code_path", "no function of your own is given"
+    if o.attempts == 1:
+        yield "oom_retries", "--attempts is 1"
     if o.num_rollout is not None:
         yield "num_epoch", "--num-rollout is given"
     if o.only_evaluates:

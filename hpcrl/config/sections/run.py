@@ -47,6 +47,11 @@ class RunOptions(Base):
         "each attempt a dead or hung engine is restarted up to N - 1 times. 1: the first failure ends the job",
         ge=1,
     )
+    oom_retries: int = opt(
+        3,
+        "starts of a stage with less after a GPU's out-of-memory error (docs/runs.md); 0: none",
+        ge=0,
+    )
     spares: int = opt(
         0,
         "extra hosts of the job, each of which waits to replace a lost or broken one",

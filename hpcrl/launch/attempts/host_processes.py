@@ -169,16 +169,17 @@ class HeldHosts:
         }
         return not self.absent
 
-    def carry(self, plan: Plan) -> None:
+    def carry(self, plan: Plan, engines: bool = True) -> None:
         """Take over what the hosts of the next attempt have, all of which are paused.
 
         Args:
             plan: the next attempt's.
+            engines: whether they continue.
         """
         assert self._failed is not None, "pause() comes first"
         used = [host.name for host in self.hosts]
         records = [record for name, record in self._failed.records.items() if any(is_of(name, host) for host in used)]
-        self.carried = carried_over(self._failed.plan, plan, records)
+        self.carried = carried_over(self._failed.plan, plan, records if engines else [])
         self._paused = self._failed.rundir
 
     def begin_again(self, rundir: RunDir, plan: Plan) -> None:

@@ -21,17 +21,18 @@ from hpcrl.launch.attempts.excluded_hosts import leave_out
 from hpcrl.launch.attempts.host_processes import HeldHosts
 from hpcrl.launch.attempts.progress import check_headway, position
 from hpcrl.launch.attempts.retries import FailedAttempt, HostFault, is_final, reason_to_end
+from hpcrl.launch.attempts.smaller_settings import Smaller, next_smaller
 from hpcrl.launch.attempts.spare_hosts import without
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Plan, make_plan
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
-from hpcrl.run.attempt_log import note_failed, unended
+from hpcrl.run.attempt_log import lowered_settings, note_failed, note_lowered, unended
 from hpcrl.run.code_files import how_to_fix
 from hpcrl.run.copies_directory import tell_followed
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import read_plan
-from hpcrl.run.rundir import AttemptFailure, RunDir
+from hpcrl.run.rundir import AttemptFailure, RunDir, write_atomic
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import Summary, read_summary
 from hpcrl.utils.deadline import Deadline
@@ -114,9 +115,12 @@ class StageAttempts:
         turn()
         if (here := work_in_turns(lambda: position(self.root), turn)) != self._position:
             self._position, self._fruitless = here, 0
-        self._fruitless += 1
         turn()
-        why = reason_to_end(self.failed, self.options.attempts, self._fruitless)
+        lowered = lowered_settings(rundir.root)
+        smaller = next_smaller(self.options, self.failed[-1].failure, [one.setting for one in lowered])
+        self._fruitless += smaller is None
+        why = "" if smaller else reason_to_end(self.failed, self.options.attempts, self._fruitless)
+        why += "".join(f"; lowered before: {one.what}" for one in lowered if why)
         final = not self._outlives or is_final(self.failed, self.options.attempts, self._fruitless)
         self._raise_final(error, (why if final else "") if begun else "its hosts could not be had")
         self._raise_final(error, self._full_disk(rundir))
@@ -127,15 +131,17 @@ class StageAttempts:
         self._raise_final(error, (fault.why or why) if plan is None or not fault.hosts else "")
         turn()
         try:
-            work_in_turns(lambda: check_headway(self.root, 1), turn)
+            work_in_turns(lambda: None if smaller else check_headway(self.root, 1), turn)
         except HpcrlError as fruitless:
             self._raise_final(error, fruitless.what)
         say(f"attempt {rundir.attempt} failed: {error.what}")
+        if smaller:
+            self._lower(smaller, rundir)
         if fault.hosts:
             self.held_hosts.hosts = leave_out(self.held_hosts.hosts, fault.hosts, fault.why, rundir)
             self.backend.leave_out(fault.hosts)
         if plan is not None and paused and self.held_hosts.absent <= set(fault.hosts):
-            self.held_hosts.carry(plan)
+            self.held_hosts.carry(plan, engines=not (smaller and smaller.engines))
         else:
             tell_followed(rundir)
             self.held_hosts.end(rundir, turn, lambda: self.stop.requests > 1)
@@ -144,6 +150,16 @@ class StageAttempts:
         engines = f"; {number} engine{'s' * (number > 1)} continue{'s' * (number == 1)}" if number else ""
         where = f"without {', '.join(fault.hosts)}" if fault.hosts else "on the same hosts"
         say(f"attempt {rundir.attempt + 1} begins {where}{engines}")
+
+    def _lower(self, smaller: Smaller, rundir: RunDir) -> None:
+        """Have the attempts after this one use less."""
+        last = self.failed[-1]
+        assert last.failure is not None, "it is why"
+        what = f"{smaller.text}, as {last.failure.role}-{last.failure.index} ran out of memory"
+        self.options = self.options.model_copy(update=smaller.update)
+        write_atomic(rundir.options_file, self.options.model_dump_json(indent=1).encode())
+        note_lowered(rundir, last.step, smaller.setting, what)
+        say(f"from now on {what}")
 
     def _without(self, fault: HostFault, rundir: RunDir) -> Plan | None:
         """The plan of the next attempt without the hosts at fault; None if there is none."""

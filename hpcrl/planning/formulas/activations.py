@@ -17,6 +17,8 @@ from hpcrl.models.family import Config, Family, LayerKind, layer_kinds
 from hpcrl.models.shared.hybrid import CHUNK
 from hpcrl.planning.formulas.parameters import Layout, hidden_norms, stage_layers
 
+#: settings of Megatron's with which a layer keeps its input alone for the backward pass
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: what TransformerConfig's recompute_modules spare, by the part of a layer (default: attention's inside, which flash
 #: never keeps)
 _SPARED = {"mlp": ("inner",), "moe": ("inner",), "moe_act": ("activated",), "layernorm": ("normed",)}

@@ -17,10 +17,9 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.groups import planned
 from hpcrl.models.family import Config, Family
-from hpcrl.planning.formulas.activations import longest_sample, tokens_per_gpu
+from hpcrl.planning.formulas.activations import RECOMPUTE, longest_sample, tokens_per_gpu
 from hpcrl.planning.formulas.training_memory import GIB, fullest_rank
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: flags, and the options that they make of others; None where they would change nothing
 Change = tuple[str, Options]
 

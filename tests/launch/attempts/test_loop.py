@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.errors import UNEXPECTED, HpcrlError, PeerError, Stopped
+from hpcrl.errors import EXITED, UNEXPECTED, HpcrlError, PeerError, Stopped
 from hpcrl.launch.attempts import loop
 from hpcrl.launch.attempts.host_processes import HeldHosts
 from hpcrl.launch.attempts.loop import StageAttempts, stay
@@ -19,9 +19,18 @@ from hpcrl.launch.attempts.progress import FRUITLESS
 from hpcrl.launch.attempts.retries import HostFault
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan
-from hpcrl.run.attempt_log import ATTEMPTS, FailureRecord, LeftOutRecord, ReadyRecord, note_ready, read_attempts
+from hpcrl.run.attempt_log import (
+    ATTEMPTS,
+    FailureRecord,
+    LeftOutRecord,
+    ReadyRecord,
+    lowered_settings,
+    note_ready,
+    read_attempts,
+)
 from hpcrl.run.pauses import CarriedOver
 from hpcrl.run.peers import TrainerPeer, publish
+from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import Summary, write_summary
 
@@ -36,11 +45,18 @@ class Job:
 
     Attributes:
         warm: whether the hosts wait for the next attempt.
+        failing: the role that fails, and its words.
         ended: the attempts after which all processes were ended.
+        begun: each attempt, and whether it took over the hosts.
+        engines: that the last one took over.
+        options: of each attempt.
     """
+
+    failing = ("trainer", "killed")
 
     def __init__(self, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, fails: list[Fails], warm: bool = True) -> None:
         self.rundir = rundir
+        self.options: list[Options] = []
         self.fails = fails
         self.stop = StopRequest()
         self.ended: list[int] = []
@@ -52,8 +68,8 @@ class Job:
                 self.absent = set() if warm else {LOST}
                 return warm
 
-            def carry(self, plan: Plan) -> None:
-                self.carried = CarriedOver(engines={0: 0})
+            def carry(self, plan: Plan, engines: bool = True) -> None:
+                self.carried = CarriedOver(engines={0: 0} if engines else {})
 
             def end(self, rundir: RunDir, poll: Callable[[], None], at_once: Callable[[], bool]) -> None:
                 job.ended.append(rundir.attempt)
@@ -67,10 +83,13 @@ class Job:
         if rundir.attempt:
             rundir.make_attempt()
         self.begun.append((rundir.attempt, self.held.carried is not None))
+        self.options.append(options)
+        self.engines = self.held.engines
         self.held.members, self.held.carried = [SimpleNamespace(status=None)], None  # type: ignore[list-item]
         publish(rundir, TrainerPeer(start=rundir.attempt, total=9))
         if rundir.attempt < len(self.fails):
-            rundir.fail("trainer", 1, f"killed {'x' * rundir.attempt}", self.fails[rundir.attempt](rundir, self.stop))
+            role, words = self.failing
+            rundir.fail(role, 1, f"{words} {'x' * rundir.attempt}", self.fails[rundir.attempt](rundir, self.stop))
             raise PeerError("trainer-1: killed")
         return Summary("finished", rundir.attempt)
 
@@ -282,6 +301,41 @@ def test_stop_between_two_attempts(rundir: RunDir, monkeypatch: pytest.MonkeyPat
     later.make_attempt()
     with pytest.raises(PeerError, match="killed"):
         Job(later, monkeypatch, [asked]).run()
+
+
+FULL = "OutOfMemoryError: CUDA out of memory."
+PACKED = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096, "attempts": 2}
+
+
+def test_less_memory_after_each_error(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was trained before, and without a checkpoint, up to --oom-retries; options.json and attempts.jsonl have it,
+    also for another job; then an error counts as any other."""
+    job = Job(rundir, monkeypatch, [lambda *_: UNEXPECTED] * 9)
+    job.failing = ("trainer", FULL)
+    with pytest.raises(PeerError, match="killed"):
+        job.run(**PACKED)
+    used = [(o.log_probs_chunk_size, o.max_tokens_per_gpu, o.megatron.get("recompute_method")) for o in job.options]
+    assert used == [(-1, 4096, None), (2048, 4096, None), (2048, 2048, None), *[(2048, 2048, "uniform")] * 2]
+    assert job.begun[-1] == (4, True) and job.engines == {0: 0}, "engines continue"
+    assert read_options(rundir) == job.options[-1]
+    told = [(one.attempt, one.step, one.what) for one in lowered_settings(rundir.root)]
+    assert told[0] == (0, 0, "--log-probs-chunk-size 2048, as trainer-1 ran out of memory") and len(told) == 3
+    later = RunDir(rundir.root, 5)
+    job = Job(later, monkeypatch, [lambda *_: "UsageError"] * 6)
+    job.failing = ("trainer", FULL)
+    with pytest.raises(PeerError):
+        job.run(**PACKED)
+    assert [number for number, _ in job.begun] == [5], "all retries are used"
+
+
+def test_engines_are_restarted_with_less(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything was trained, too; hosts stay."""
+    job = Job(rundir, monkeypatch, [lambda *_: EXITED])
+    monkeypatch.setattr(loop, "find", lambda *_: None)
+    job.failing = ("engine", FULL)
+    assert job.run(vllm={"gpu_memory_utilization": 0.9}).attempt == 1
+    assert job.begun == [(0, False), (1, True)] and job.engines == {}
+    assert job.options[1].vllm == {"gpu_memory_utilization": 0.85}
 
 
 def test_disk_that_is_full_for_a_moment(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

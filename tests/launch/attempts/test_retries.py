@@ -131,6 +131,9 @@ def test_hosts_that_all_wait_are_held(
     if waits:
         held.carry(PLAN)
     assert dict(held.engines) == ({0: 0} if waits else {})
+    if waits:
+        held.carry(PLAN, engines=False)
+        assert held.carried == CarriedOver(), "new settings"
 
 
 def test_engines_stay_where_a_spare_host_takes_a_place(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

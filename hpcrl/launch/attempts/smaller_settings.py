@@ -1,0 +1,90 @@
+"""What the next attempt uses less of, after an out-of-memory error.  Pure.
+
+Invariant: the loss depends on the batch alone, and so on nothing that is changed here: a trainer computes the same in
+smaller parts, an engine answers fewer requests at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hpcrl.config.options import Options
+from hpcrl.errors import PeerError
+from hpcrl.planning.formulas.activations import RECOMPUTE, longest_sample, tokens_per_gpu
+from hpcrl.planning.formulas.engine_memory import utilization
+from hpcrl.run.exit_status import out_of_memory
+from hpcrl.run.rundir import AttemptFailure
+
+ROWS = 1024  #: rows with logits at a time, of which half would spare little
+SHARE = 0.05  #: of a GPU, that an engine uses less
+
+
+class Smaller(NamedTuple):
+    """A setting that takes less memory.
+
+    Attributes:
+        setting: its name.
+        update: of the options.
+        text: its flag, with the value that it had.
+        engines: whether engines have to be restarted for it.
+    """
+
+    setting: str
+    update: dict[str, Any]
+    text: str
+    engines: bool = False
+
+
+def next_smaller(options: Options, failure: AttemptFailure | None, done: Sequence[str]) -> Smaller | None:
+    """The setting that was lowered least often, the first of several; None after another error, after --oom-retries,
+    with --attempts 1, and where nothing is left to lower.
+
+    Args:
+        done: the settings that were lowered before.
+    """
+    said = out_of_memory(failure.message) if failure else ""
+    if failure is None or not said or options.attempts == 1 or len(done) >= options.oom_retries:
+        return None
+    if failure.role.startswith("engine") or failure.kind == PeerError.__name__:  # as an engine has told a rank
+        steps = _of_engine(options, said)
+    else:
+        steps = _of_trainer(options) if failure.role == "trainer" else iter(())
+    return min(steps, key=lambda step: done.count(step.setting), default=None)
+
+
+def _of_trainer(options: Options) -> Iterator[Smaller]:
+    chunk, tokens = options.log_probs_chunk_size, tokens_per_gpu(options)
+    if (rows := min(chunk, tokens) if chunk > 0 else tokens) > ROWS:
+        yield _smaller("log_probs_chunk_size", max(ROWS, rows // 2), "" if chunk < 0 else chunk)
+    alone = 1 if options.learns_labels else -(-longest_sample(options) // options.context_parallel_size)
+    if options.use_dynamic_batch_size:
+        most = options.max_tokens_per_gpu or 0
+        if most > alone:
+            yield _smaller("max_tokens_per_gpu", max(alone, most // 2), most)
+    elif (size := options.micro_batch_size) > 1:
+        yield _smaller("micro_batch_size", size // 2, size)
+    if options.megatron.get("recompute_granularity") != "full":
+        kept = {name: value for name, value in options.megatron.items() if name != "recompute_modules"}
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in RECOMPUTE.items())
+        yield Smaller("recompute_granularity", {"megatron": kept | RECOMPUTE}, flags)
+
+
+def _of_engine(options: Options, said: str) -> Iterator[Smaller]:
+    """With a smaller share there would be even less for the cache."""
+    share = utilization(options)
+    if "cache blocks" not in said and "kv_cache_memory_bytes" not in options.vllm and share > 2 * SHARE:
+        yield _of_vllm(options, "gpu_memory_utilization", round(share - SHARE, 3), share)
+    most = int(options.vllm.get("max_num_seqs") or options.rollout_server_concurrency)
+    if most > 1:
+        yield _of_vllm(options, "max_num_seqs", most // 2, options.vllm.get("max_num_seqs", ""))
+
+
+def _smaller(name: str, value: float, old: Any) -> Smaller:
+    was = "" if old == "" else f" instead of {old}"
+    return Smaller(name, {name: value}, f"--{name.replace('_', '-')} {value}{was}")
+
+
+def _of_vllm(options: Options, name: str, value: float, old: Any) -> Smaller:
+    text = _smaller(f"vllm_{name}", value, old).text
+    return Smaller(name, {"vllm": {**options.vllm, name: value}}, text, engines=True)
