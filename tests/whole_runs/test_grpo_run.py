@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -39,9 +40,11 @@ from hpcrl.report.timeline.spans import (
     WAIT,
     merged_of,
 )
+from hpcrl.run.attempt_log import lowered_settings
 from hpcrl.run.engine_files import end_of, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.mtp_models import make_mimo
+from tests.support.out_of_memory import PLACES, engine_flags
 from tests.support.runs import KEPT, POLICY, REPO, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
@@ -56,11 +59,11 @@ KL = {
 }
 
 
-def start(path: Path, task: Path, **values: object) -> Run:
+def start(path: Path, task: Path, flags: Sequence[str] = (), **values: object) -> Run:
     path.mkdir(exist_ok=True)
     root = path / "run"
     held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 2, "eval_label_key": "label"}
-    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), root=root)
+    return Run(recipe(path, task, **(POLICY | held | {"run_dir": str(root)} | values)), *flags, root=root)
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +353,43 @@ def test_the_job_continues_after_faults(tmp_path: Path, task: Path, uncut: Path)
     log = (run.root / "logs/attempt-2/engine-0.log").read_text()
     assert log.count(" is up: ") == 1, "its log has followed the engine"
     assert hours_of(run.root).starts == 1 and hours_of(run.root).phases["lost"] > 0
+
+
+def test_out_of_memory_uses_less(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """A rank without memory leaves the engine alone, and what was sampled is trained on, not made again; an engine without
+    memory is restarted with less."""
+    order = tmp_path / "no-memory"
+    hooks = {
+        "custom_megatron_before_train_step_hook_path": "tests.support.out_of_memory.in_a_rank",
+        "custom_rm_path": "tests.support.out_of_memory.counted",
+    }
+    alone = dict.fromkeys(("eval_prompt_data", "eval_interval", "eval_label_key"))
+    more = (
+        KEPT
+        | KL
+        | hooks
+        | alone
+        | {"ref_load": str(task / "model"), "oom_retries": 4, "save_interval": 1, "deterministic_mode": False}
+    )
+    run = start(tmp_path, task, engine_flags(order), actor_num_gpus_per_node=2, **more)
+    run.until((run.root / PLACES[-1]).exists)
+    engine = role_pid(run.root, "hpcrl.engine.server")
+    order.touch()
+    run.until((run.root / "attempts/4/peers/engine-0.json").exists)
+    assert role_pid(run.root, "hpcrl.engine.server") != engine
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    failures = [RunDir(run.root, attempt).failure() for attempt in range(4)]
+    assert [failure.role for failure in failures] == ["trainer", "trainer", "trainer", "engine"], failures
+    assert out.count("begins on the same hosts; 1 engine continues") == 3
+    told = [one.what for one in lowered_settings(run.root)]
+    assert len(told) == 4 and re.fullmatch(r"--vllm-gpu-memory-utilization 0\.\d+ instead of .*engine-0.*", told[3]), (
+        told
+    )
+    assert len((run.root / "graded").read_text().splitlines()) == 5 * 8 * 4, "each sample was made once"
+    found = metrics(run.root)
+    for step, row in metrics(uncut).items():
+        assert found[step]["train/loss"] == pytest.approx(row["train/loss"], rel=1e-4, abs=1e-6), step
 
 
 def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:

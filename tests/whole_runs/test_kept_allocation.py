@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.attempt_log import faults_of, read_attempts
+from hpcrl.run.attempt_log import faults_of, lowered_settings, read_attempts
 from tests.documents.texts import printed
 from tests.support.cluster import Cluster
+from tests.support.out_of_memory import PLACES, engine_flags
 from tests.support.runs import KEPT, SubmittedRun, metrics, policy, samples, sft
 from tests.support.slurm import HURRY, hpcrl, submit
 from tests.whole_runs.test_under_mpirun import MPIRUN, environment
@@ -111,6 +112,32 @@ def test_spare_host_takes_a_place(cluster: Cluster, tmp_path: Path, task: Path, 
     (job.root / HURRY).touch()
     job.ends()
     assert metrics(job.root) == metrics(undisturbed) and samples(job.root) == samples(undisturbed)
+
+
+def test_out_of_memory_in_a_job(cluster: Cluster, tmp_path: Path, task: Path, undisturbed: Path) -> None:
+    """A rank has no memory in forward, backward and the optimizer, then the engine: the job is kept, uses less each time,
+    and has the same losses."""
+    order = tmp_path / "no-memory"
+    hook = {"custom_megatron_before_train_step_hook_path": "tests.support.out_of_memory.in_a_rank", "oom_retries": 4}
+    job = submit(cluster, policy(tmp_path, task, **KEPT | LONGER | hook), tmp_path / "run", *engine_flags(order))
+    engines = []
+    for place in PLACES:
+        job.until((job.root / place).exists)
+        engines.append(find(cluster, "hpcrl.engine.server"))
+    order.touch()
+    job.until((job.root / "attempts/4/peers/engine-0.json").exists)
+    engines.append(find(cluster, "hpcrl.engine.server"))
+    job.ends()
+    assert cluster.job(job.number)["Restarts"] == "0"
+    assert engines[0] == engines[1] == engines[2] != [] and not {*engines[2]} & {*engines[3]}
+    told = lowered_settings(job.root)
+    lowered = ["max_tokens_per_gpu", "recompute_granularity", "max_tokens_per_gpu", "gpu_memory_utilization"]
+    assert [one.setting for one in told] == lowered, told
+    assert all(one.what in hpcrl(cluster, "status", job.root).stdout for one in told)
+    found = metrics(job.root)
+    assert len(found) == LONGER["num_rollout"]
+    for step, row in metrics(undisturbed).items():
+        assert found[step]["train/loss"] == pytest.approx(row["train/loss"], rel=1e-4, abs=1e-6), step
 
 
 @pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.soak)])

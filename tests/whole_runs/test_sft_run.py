@@ -21,12 +21,16 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.report.trackers import record, wandb
 from hpcrl.report.trackers.record import TrackedStage
+from hpcrl.run.attempt_log import lowered_settings
+from hpcrl.run.role import read_options
+from hpcrl.run.rundir import RunDir
 from tests.support.able import require
 from tests.support.faults.attack_kinds import attack_kinds
 from tests.support.faults.campaign import Campaign
 from tests.support.faults.checks import Reference
 from tests.support.faults.kinds import HANG, local_kinds
 from tests.support.faults.local import LocalBed
+from tests.support.out_of_memory import SAID
 from tests.support.runs import KEPT, SFT, Run, all_gone, events, metrics, recipe, samples, series
 from tests.support.stand_in_trackers import stand_ins
 
@@ -189,6 +193,35 @@ def test_faults_in_a_row(tmp_path: Path, task: Path) -> None:
         records = campaign.each()
     assert [record.kind for record in records] == list(wanted) and not [one for one in records if one.wrong], records
     assert records[0].early and campaign.runs == 1
+
+
+def test_out_of_memory_in_a_step(tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In forward, backward and the optimizer of a rank, without a checkpoint in between: each time the next attempt uses
+    less, which a resume keeps, and the losses are the same."""
+    hook = {"custom_megatron_before_train_step_hook_path": "tests.support.out_of_memory.in_a_rank"}
+    more = hook | {"attempts": 2, "save_interval": 5, "num_rollout": 4}
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, **more)
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    failures = [RunDir(run.root, attempt).failure() for attempt in range(3)]
+    assert {(failure.role, failure.message) for failure in failures} == {("trainer", f"OutOfMemoryError: {SAID}")}
+    assert [(one.attempt, one.step, one.setting) for one in lowered_settings(run.root)] == [
+        (0, 1, "max_tokens_per_gpu"),
+        (1, 2, "recompute_granularity"),
+        (2, 3, "max_tokens_per_gpu"),
+    ]
+    note = "since attempt 1, step 1: --max-tokens-per-gpu 64 instead of 128, as trainer-1 ran out of memory"
+    assert f"note: {note}" in out, out
+    assert main(["status", str(run.root)]) == main(["report", str(run.root)]) == 0
+    assert note in capsys.readouterr().out
+    assert note in (run.root / "report.html").read_text()
+    assert main(["resume", str(run.root), "--num-rollout", "6"]) == 0
+    options = read_options(RunDir(run.root))
+    assert options.max_tokens_per_gpu == 32 and options.megatron["recompute_granularity"] == "full"
+    found = metrics(run.root)
+    for step, row in metrics(uncut).items():
+        for name in ("train/loss", "train/grad_norm"):
+            assert found[step][name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), (step, name)
 
 
 def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
