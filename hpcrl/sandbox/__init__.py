@@ -44,7 +44,7 @@ _PUBLIC = {
     "BoxProcess": "box",
     "BoxResult": "box",
     "ListedFile": "box",
-    "PoolCounts": "pool",
+    "PoolCounts": "accounts",
     "SandboxLost": "box_line",
     "SandboxPool": "pool",
     "Unconfined": "box_line",
@@ -66,12 +66,9 @@ async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> Asy
         Unconfined: if this machine can make no box, and why.
         SandboxLost: if the box ends while it is used; whatever needed it is done again.
     """
-    from hpcrl.sandbox import accounts
     from hpcrl.sandbox.pool import default_pool
 
-    pool = default_pool()
-    accounts.keep(pool)
-    async with pool.box(image, limits) as box:
+    async with default_pool().box(image, limits) as box:
         yield box
 
 

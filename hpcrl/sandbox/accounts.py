@@ -1,8 +1,9 @@
 """What this process has done with sandboxes, whichever of its pools they came from, and what one call has done in them.
 
-    `keep`, `failed`    a pool is there; something that was asked of a box has failed, and by which cause
-    `news`              what has changed since it was last asked for
-    `recording`         every command that this task runs in a box, for a transcript
+    `CountedPool`   counts what it does
+    `failed`        something that was asked of a box has failed, and by which cause
+    `news`          what has changed since it was last asked for
+    `recording`     every command that this task runs in a box, for a transcript
 
 Invariants: what `news` says once it never says again, so that sums of it count nothing twice; a process that has made
 no pool has none.  What is recorded is bounded, whatever runs.
@@ -16,7 +17,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
+
+from hpcrl.sandbox.limits import BoxLimits
 
 #: a box that has ended, or could not be made; a limit that a command has reached
 CAUSES = ("lost", "unconfined", "memory", "processes", "time", "cpu", "disk", "output")
@@ -25,11 +28,70 @@ STATES = ("used", "warm", "making")
 _LIMITS = {"of memory": "memory", " processes": "processes", "of processor time": "cpu", "its disk": "disk"}
 
 
-class CountedPool(Protocol):
-    """A pool of sandboxes, here or on other nodes."""
+class PoolCounts(NamedTuple):
+    """What a pool has done, and has.
 
-    def counts(self) -> Any:
-        """`PoolCounts`."""
+    Attributes:
+        used, warm, making: boxes in use, made ahead, and being made.
+        made: boxes that have been ready.
+        lost: boxes that ended while they were in use, and were not to.
+        handed_out: how often a box was.
+        waited: seconds that callers waited for one, in all.
+        seconds: that boxes were in use, in all.
+    """
+
+    used: int = 0
+    warm: int = 0
+    making: int = 0
+    made: int = 0
+    lost: int = 0
+    handed_out: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+
+
+class CountedPool:
+    """A pool of sandboxes, here or on other nodes, and what it has done.
+
+    Attributes:
+        closed: it hands out no box any more.
+    """
+
+    def __init__(self, limits: BoxLimits | None = None) -> None:
+        self._limits = limits or BoxLimits()
+        self._counts = PoolCounts()
+        self._uses: dict[object, float] = {}  # boxes in use, and since when
+        self.closed = False
+        _known[self] = {}
+
+    def counts(self) -> PoolCounts:
+        """What there is now, and was done so far."""
+        now = time.monotonic()
+        running = sum(now - begun for begun in self._uses.values())
+        return self._counts._replace(seconds=self._counts.seconds + running)
+
+    def _count(self, **more: float) -> None:
+        self._counts = self._counts._replace(**{name: getattr(self._counts, name) + by for name, by in more.items()})
+
+    @contextlib.contextmanager
+    def _in_use(self, begun: float) -> Iterator[None]:
+        """A box that was waited for since `begun` is in use in the context."""
+        use, now = object(), time.monotonic()
+        self._uses[use] = now
+        self._count(used=1, handed_out=1, waited=now - begun)
+        try:
+            yield
+        finally:
+            self._count(used=-1, seconds=time.monotonic() - self._uses.pop(use))
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 class SandboxNews(NamedTuple):
@@ -44,14 +106,9 @@ class SandboxNews(NamedTuple):
     more: dict[str, float]
 
 
-_known: weakref.WeakKeyDictionary[CountedPool, dict[str, float]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[str, float]] = weakref.WeakKeyDictionary()
 _more: Counter[str] = Counter()
 _states: dict[str, int] = dict.fromkeys(STATES, 0)
-
-
-def keep(pool: CountedPool) -> None:
-    """Count with what this pool does, as long as it is there."""
-    _known.setdefault(pool, {})
 
 
 def failed(cause: str) -> None:
@@ -67,13 +124,10 @@ def settle(pool: CountedPool) -> None:
     """Count what a pool has done until now, which may be gone when `news` is asked for the next time."""
     if (before := _known.get(pool)) is None:
         return
-    counts, now = pool.counts()._asdict(), time.monotonic()
-    used = counts["used"]
-    if not counts.get("seconds"):  # a pool that does not count them: as many were in use as at the last look
-        counts["seconds"] = before.get("seconds", 0.0) + before.get("used", 0) * (now - before.get("now", now))
+    counts = pool.counts()._asdict()
     for name in counts.keys() - set(STATES):
         _more[name] += counts[name] - before.get(name, 0)
-    before |= counts | {"used": used, "now": now}
+    before |= counts
 
 
 def news() -> SandboxNews | None:

@@ -11,10 +11,11 @@ import contextlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple, Protocol
+from typing import Any
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox import accounts
+from hpcrl.sandbox.accounts import CountedPool, PoolCounts
 from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, Unconfined
 from hpcrl.sandbox.kinds import AUTO, PROGRAMS, SYSTEM_IMAGE, Shown, chosen, refuse_image
@@ -26,33 +27,7 @@ _KINDS = 4  #: of images and limits, those used last, whose boxes are made ahead
 Kind = tuple[str, str, BoxLimits, Shown]  #: who makes a box, its image, its limits, and what else it sees
 
 
-class PoolCounts(NamedTuple):
-    """What a pool has done, and has.
-
-    Attributes:
-        used, warm, making: boxes in use, made ahead, and being made.
-        made: boxes that have been ready.
-        lost: boxes that ended while they were in use, and were not to.
-        handed_out: how often a box was.
-        waited: seconds that callers waited for one, in all.
-        seconds: that boxes were in use, in all.
-    """
-
-    used: int = 0
-    warm: int = 0
-    making: int = 0
-    made: int = 0
-    lost: int = 0
-    handed_out: int = 0
-    waited: float = 0.0
-    seconds: float = 0.0
-
-    def plus(self, **more: float) -> PoolCounts:
-        """These counts, with some of them larger by so much."""
-        return self._replace(**{name: getattr(self, name) + value for name, value in more.items()})
-
-
-class SandboxPool:
+class SandboxPool(CountedPool):
     """Keeps boxes ready, and hands each to one caller: `async with pool.box("system") as box`.
 
     Attributes:
@@ -78,23 +53,19 @@ class SandboxPool:
         Raises:
             UsageError: if a number is too small, or there is no such kind.
         """
+        super().__init__(limits)
         self.kind = chosen(kind)
         if warm < 0 or most < 1:
             raise UsageError(
                 f"SandboxPool(warm={warm}, most={most})", "give 0 or more warm boxes, and 1 or more in use"
             )
         self._warm = warm
-        self._limits = limits or BoxLimits()
         self._ready: OrderedDict[Kind, deque[BoxLine]] = OrderedDict()
         self._making = asyncio.Semaphore(_AT_ONCE)
         self._places = asyncio.Semaphore(most)
         self._lines: set[BoxLine] = set()
         self._finding = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], Kind] = {}
-        self._counts = PoolCounts()
-        self._uses: dict[object, float] = {}
-        self._closed = False
-        accounts.keep(self)
 
     @contextlib.asynccontextmanager
     async def box(
@@ -143,13 +114,8 @@ class SandboxPool:
             except Unconfined:
                 accounts.failed("unconfined")
                 raise
-            use, now = object(), time.monotonic()
-            self._uses[use] = now
-            self._count(used=1, handed_out=1, waited=now - begun)
-            try:
+            with self._in_use(begun):
                 yield line
-            finally:
-                self._count(used=-1, seconds=time.monotonic() - self._uses.pop(use))
 
     async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
         """Make boxes ahead until there are `count` of that image.
@@ -162,15 +128,12 @@ class SandboxPool:
         await asyncio.gather(*(self._add(kind) for _ in range(count - len(lines))))
 
     def counts(self) -> PoolCounts:
-        """What there is now, and was done so far."""
         warm = sum(not line.lost for lines in self._ready.values() for line in lines)
-        now = time.monotonic()
-        seconds = self._counts.seconds + sum(now - begun for begun in self._uses.values())
-        return self._counts._replace(warm=warm, seconds=seconds)
+        return super().counts()._replace(warm=warm)
 
     async def close(self) -> None:
         """End every box, those in use too; wait until they have ended."""
-        self._closed = True
+        self.closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -184,22 +147,11 @@ class SandboxPool:
         """Whether who asks for a box has to wait until another is given back."""
         return self._places.locked()
 
-    @property
-    def closed(self) -> bool:
-        """Whether it hands out no box any more."""
-        return self._closed
-
     def drop(self) -> None:
         """End every box after the end of the event loop, which waits for nothing any more."""
-        self._closed = True
+        self.closed = True
         for line in self._lines:
             line.end("its event loop has ended")
-
-    async def __aenter__(self) -> SandboxPool:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def _kind(self, image: str, limits: BoxLimits | None, shown: Shown = ()) -> Kind:
         """What boxes are made of."""
@@ -225,11 +177,8 @@ class SandboxPool:
         raise Unconfined(f"no sandbox can be made here: {'; '.join(wrong)}")
 
     def _refuse_closed(self) -> None:
-        if self._closed:
+        if self.closed:
             raise UsageError("this pool of sandboxes is closed", "request boxes before it is closed")
-
-    def _count(self, **more: float) -> None:
-        self._counts = self._counts.plus(**more)
 
     def _lines_of(self, kind: Kind) -> deque[BoxLine]:
         """The boxes that are ready of a kind, which is the one used last from now on."""
@@ -300,34 +249,17 @@ class SandboxPool:
         line.close().add_done_callback(lambda _: self._lines.discard(line))
 
 
-class BoxPool(Protocol):
-    """What hands out boxes, here (`SandboxPool`) or on other machines; methods as of `SandboxPool`."""
-
-    def box(
-        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None
-    ) -> contextlib.AbstractAsyncContextManager[Box]: ...
-
-    def counts(self) -> PoolCounts: ...
-
-    @property
-    def closed(self) -> bool: ...
-
-    def drop(self) -> None: ...
-
-    async def close(self) -> None: ...
+_pools: dict[asyncio.AbstractEventLoop, Any] = {}
+_make: Callable[[], Any] = SandboxPool
 
 
-_pools: dict[asyncio.AbstractEventLoop, BoxPool] = {}
-_make: Callable[[], BoxPool] = SandboxPool
-
-
-def make_default_with(make: Callable[[], BoxPool]) -> None:
+def make_default_with(make: Callable[[], Any]) -> None:
     """Have `default_pool` make its pools with this from now on."""
     global _make
     _make = make
 
 
-def default_pool() -> BoxPool:
+def default_pool() -> Any:
     """The pool of the event loop that runs; it ends with this process, or when the next loop asks for one."""
     loop = asyncio.get_running_loop()
     for other in [other for other in _pools if other.is_closed()]:

@@ -27,12 +27,12 @@ COMMANDS_OF = {
 }
 
 
-class Counted:
+class Counted(accounts.CountedPool):
     """A pool of another kind."""
 
     def __init__(self, **counts: Any) -> None:
+        super().__init__()
         self.found = PoolCounts(**counts)
-        accounts.keep(self)
 
     def counts(self) -> PoolCounts:
         return self.found
@@ -118,22 +118,6 @@ def test_what_was_said_is_not_said_again() -> None:
     gc.collect()
     assert told() == ({"used": 0, "warm": 1, "making": 0}, {})
     assert second.found.made == 4
-
-
-def test_seconds_of_a_pool_that_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are those of the boxes that were in use at each look."""
-    now = [5.0]
-    monkeypatch.setattr(accounts.time, "monotonic", lambda: now[0])
-    pool = Counted(used=2)
-    told()
-    now[0] += 3.0
-    pool.found = PoolCounts(used=1)
-    assert told()[1] == {"seconds": 6.0}
-    now[0] += 1.0
-    pool.found = PoolCounts()
-    assert told()[1] == {"seconds": 1.0}
-    now[0] += 1.0
-    assert news() is None
 
 
 def test_a_recording_is_bounded() -> None:

@@ -24,12 +24,12 @@ from hpcrl.run.peers import SandboxPeer, newest
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import Unconfined, accounts
+from hpcrl.sandbox.accounts import CountedPool
 from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import REPEAT, BoxLine, SandboxLost
 from hpcrl.sandbox.kinds import SYSTEM_IMAGE
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.nodes.server import BEAT, KINDS, SILENCE, BoxError, BoxRequest
-from hpcrl.sandbox.pool import PoolCounts
 from hpcrl.transport.auth import sandbox_key
 from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.retry import Pauses
@@ -234,7 +234,7 @@ class _Node:
             task.cancel()
 
 
-class NodesPool:
+class NodesPool(CountedPool):
     """A pool whose boxes are on the nodes with sandboxes of an attempt; as `SandboxPool`."""
 
     def __init__(self, rundir: RunDir, nodes: int, limits: BoxLimits | None = None) -> None:
@@ -244,13 +244,10 @@ class NodesPool:
             nodes: how many there are.
             limits: of boxes that are asked for without.
         """
-        self._limits = limits or BoxLimits()
+        super().__init__(limits)
         self._nodes = [_Node(rundir, index) for index in range(nodes)]
         self._first = os.getpid() % nodes  # so that not all processes begin with the same
-        self._counts = PoolCounts()
-        self._uses: dict[object, float] = {}  # boxes in use, and since when
-        accounts.keep(self)
-        self._closed = self._seen = False
+        self._seen = False
 
     @contextlib.asynccontextmanager
     async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
@@ -264,9 +261,6 @@ class NodesPool:
         limits = limits or self._limits
         begun = time.monotonic()
         held = [await self._open(image, limits)]
-        use, now = object(), time.monotonic()
-        self._uses[use] = now
-        self._count(used=1, handed_out=1, waited=now - begun)
 
         async def renew(_: BoxLine) -> BoxLine:
             while held:
@@ -278,42 +272,22 @@ class NodesPool:
             return held[0].reason if held else ""
 
         try:
-            yield Box(held[0].line, limits, renew, reason)
+            with self._in_use(begun):
+                yield Box(held[0].line, limits, renew, reason)
         finally:
-            lost = sum(bool(box.line.lost) for box in held)
-            self._count(used=-1, lost=lost, seconds=time.monotonic() - self._uses.pop(use))
+            self._count(lost=sum(bool(box.line.lost) for box in held))
             for box in held:
                 box.line.end("it was closed")
 
-    def counts(self) -> PoolCounts:
-        """What this process has done, and has; boxes that nodes have made ahead are not counted."""
-        now = time.monotonic()
-        running = sum(now - begun for begun in self._uses.values())
-        return self._counts._replace(seconds=self._counts.seconds + running)
-
     async def close(self) -> None:
         """End every box of this pool, those in use too."""
-        self._closed = True
+        self.closed = True
         await asyncio.gather(*(node.leave() for node in self._nodes))
         accounts.settle(self)
 
-    @property
-    def closed(self) -> bool:
-        """Whether it hands out no box any more."""
-        return self._closed
-
     def drop(self) -> None:
         """Every box has ended with the event loop, which has cancelled the task of each connection."""
-        self._closed = True
-
-    async def __aenter__(self) -> NodesPool:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def _count(self, **more: float) -> None:
-        self._counts = self._counts.plus(**more)
+        self.closed = True
 
     async def _open(self, image: str, limits: BoxLimits) -> _RemoteBox:
         """A box of a node that has room, waited for while none has; where that is lost meanwhile, of another."""
@@ -352,7 +326,7 @@ class NodesPool:
         for node in self._nodes:
             node.connect()
         while True:
-            if self._closed:
+            if self.closed:
                 raise UsageError("this pool of sandboxes is closed", "request boxes before it is closed")
             if nodes := [node for node in self._nodes if node.up]:
                 break

@@ -361,10 +361,10 @@ def test_sandboxes_are_where_the_run_says(rundir: RunDir, monkeypatch: pytest.Mo
 def test_a_reset_that_failed_may_be_asked_for_again(rundir: RunDir) -> None:
     async def work() -> None:
         async with NodesPool(rundir, 1) as nodes, node(rundir, warm=0) as pool, nodes.box() as box:
-            pool._closed = True  # no box is made there any more
+            pool.closed = True  # no box is made there any more
             with pytest.raises(UsageError, match="closed"):
                 await box.reset()
-            pool._closed = False
+            pool.closed = False
             await box.reset()
             assert (await box.run("echo new")).stdout == "new\n"
 
