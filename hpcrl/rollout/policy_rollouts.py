@@ -20,8 +20,7 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.report.timeline.spans import MAKE, SANDBOXES, Timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
-from hpcrl.rollout.engines.accepted_drafts import AcceptedDrafts
-from hpcrl.rollout.engines.concurrency_limit import read_metrics
+from hpcrl.rollout.engines.concurrency_limit import AcceptedDrafts, read_metrics
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.membership import EngineMembership

@@ -21,8 +21,7 @@ from hpcrl.report.metrics import WINDOW, number, read_metrics, step_rows
 from hpcrl.report.page.charts import chart, hue, legend
 from hpcrl.report.page.how_it_ran import options_of, shown
 from hpcrl.report.page.one_run import as_fields
-from hpcrl.report.page.panels import is_flat, panels
-from hpcrl.report.page.rendering import render
+from hpcrl.report.page.panels import is_flat, panels, render
 from hpcrl.report.page.timeline_picture import clock
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status

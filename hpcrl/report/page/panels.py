@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from hpcrl.report.curves import Curves, Panel, series, titled
+from hpcrl.utils.untrusted_files import read_given
 
 #: drawn in any case
 ALWAYS = ("reward", "held-out accuracy", "held-out reward")
@@ -113,3 +117,18 @@ def is_flat(panel: Panel, curves: Iterable[tuple[list[float], list[float]]]) -> 
 def values(curves: Curves) -> str:
     """The value of each curve."""
     return ", ".join(f"{label} {y[-1]:.4g}".strip() for label, (_, y) in curves.items())
+
+
+# ---- the templates next to this file
+#
+# Whatever is filled in is escaped, unless it is a picture of ours; a name that a template uses and does not get is an
+# error.
+
+
+def render(name: str, **values: object) -> str:
+    """The HTML of a template."""
+    loader = jinja2.FunctionLoader(lambda name: read_given(Path(__file__).with_name(name)))
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name).render(values)
