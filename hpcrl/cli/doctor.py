@@ -30,9 +30,10 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor import directories, packages
 from hpcrl.doctor.box_kinds import check_kinds
-from hpcrl.errors import HpcrlError, UsageError, parts_of
+from hpcrl.errors import DataError, HpcrlError, UsageError, parts_of
 from hpcrl.launch.allocation_request import AllocationRequest, Component, make_request, nodes_are_alike
 from hpcrl.launch.node_checks.all_nodes import NodesJob, NodeStep, show
+from hpcrl.launch.node_checks.gpu_needs import check_gpu_needs, needs
 from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.site_file import FLAGS, find_profile, from_flags
@@ -40,7 +41,11 @@ from hpcrl.launch.slurm.partitions import judge_request, responds
 from hpcrl.launch.slurm.squeue import ECHOES
 from hpcrl.launch.slurm.submission import sight_of
 from hpcrl.launch.slurm.submit import SECONDS, test_only
+from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
+from hpcrl.planning.memory.report import taken_on_host
 from hpcrl.rollout.prompts import first_rows
+from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.check_results import Finding, failed
 from hpcrl.utils.deadline import Deadline
@@ -56,7 +61,7 @@ $HPCRL_SITE, --time, --layout, --set or --nodes, else a warning.
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
   --nodes          also submit a short job of the run's shape that checks the nodes: the run directory seen from
-                   each, network, ports, clocks, versions, GPUs and their memory, vLLM
+                   each, network, ports, clocks, versions, GPUs and what they need, host memory
   --wait SECONDS   limit of that job from submission to its end (default: 900)
   --help           this text
 
@@ -154,7 +159,10 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     site = case.site
     yield Finding("ok", "", f"site {site.name}: {profile or 'built in'}")
     # with another interpreter or image on the nodes, packages here are those of the command alone
-    yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
+    same = site.python in (None, sys.executable) and site.container.kind == "none"
+    yield from packages.check_packages(roles=same)
+    if same:
+        yield from check_gpu_needs(needs(case.stages) if gpus_are_here() else ())
     yield check_kinds({options.sandbox_kind for options in case.stages if options.sandbox_kind})
     try:
         request = case.request()
@@ -252,21 +260,34 @@ def job(case: Case, directory: Path) -> str:
     """The short job's script, of the run's own shape; puts what it needs into `directory`."""
     request = msgspec.structs.replace(case.request(), margin=60)
     interface = next((options.interface for options in case.stages if options.interface), case.site.interface)
-    steps = [
-        NodeStep(
-            part.name, part.nodes, part.slots, gpus=0 if getattr(case.site, part.name).gpus_per_node == 0 else None
-        )
-        for part in request.components
-    ]
+    apart = any(part.name == "engine" for part in request.components)  # else the trainer's nodes have engines too
+    steps = []
+    for part in request.components:
+        gpus = 0 if getattr(case.site, part.name).gpus_per_node == 0 else None
+        role = part.name if apart else ""
+        wanted = needs(case.stages, role) if part.name in ("trainer", "engine") else None
+        memory = max(map(_host_memory, case.stages), default=0.0) if part.name == "trainer" else 0.0
+        steps.append(NodeStep(part.name, part.nodes, part.slots, gpus=gpus, needs=wanted, memory=memory))
     todo = NodesJob(
         steps,
         interface,
-        imports=any(options.rollout_num_gpus for options in case.stages),
         echoes=ECHOES,
         seconds=case.site.launch_timeout,
     )
     write_atomic(directory / "job.json", msgspec.json.encode(todo))
     return _script(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, directory)
+
+
+def _host_memory(options: Options) -> float:
+    """Bytes that the plan takes of a host's memory, 0 where it cannot be estimated."""
+    if options.debug_rollout_only or not options.bf16:  # in fp32 it is on CPUs
+        return 0.0
+    try:
+        config = read_config(options.hf_checkpoint or "")
+        family = find_family(config, options.hf_checkpoint or "")
+    except DataError:
+        return 0.0  # told by itself
+    return sum(taken_on_host(options, family, config).values())
 
 
 def _script(site: SiteProfile, request: AllocationRequest, directory: Path) -> str:

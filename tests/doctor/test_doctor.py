@@ -32,10 +32,12 @@ from hpcrl.launch.node_checks.reports import Gpu, NodeReport, judge_reports, mer
 from hpcrl.launch.probe import HostReport, Network
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.slurm import partitions
+from hpcrl.run import gpu_environment
 from hpcrl.run.process import CommandResult
 from hpcrl.utils.check_results import Finding, last_line, size
 from hpcrl.utils.deadline import Deadline
 from tests.support.able import needs, require
+from tests.support.published_models import MODELS
 
 
 def bad(findings: list[Finding]) -> list[str]:
@@ -410,7 +412,7 @@ def test_every_part_of_a_model_must_be_there(tmp_path: Path) -> None:
 # ---- what the nodes say
 
 
-VERSIONS = {"torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.20.2"}
+VERSIONS = {"torch": "2.13.0", "vllm": "0.32.0"}
 
 
 def nodes(*names: str, **changes: Any) -> list[NodeReport]:
@@ -427,7 +429,7 @@ def nodes(*names: str, **changes: Any) -> list[NodeReport]:
             devices=8,
             shm=64 << 30,
             versions=VERSIONS,
-            imports={"vllm": ""},
+            findings=(Finding("ok", "", "these work: vllm"),),
         )
         made.append(msgspec.structs.replace(report, **changes))
     return made
@@ -444,17 +446,23 @@ def test_healthy_nodes_are_well() -> None:
     reports = nodes("n1", "n2", "n3")
     assert said(reports, window=(999.5, 1000.5)) == []
     assert Finding("ok", "n[1-3]", "trainer, 64 CPUs, 256 GiB free, 8 GPUs (H100)") in judge_reports(reports, WANTED)
+    assert Finding("ok", "n[1-3]", "these work: vllm") in judge_reports(reports, WANTED)
     assert said(nodes("n1")) == [] and said([]) == ["fail  none of the nodes reported; see the step's log"]
 
 
-def test_no_transformer_engine_is_warned_of() -> None:
-    """Nodes that all lack it in one line, and a node that alone lacks it; a node without GPUs needs none."""
-    bare = {"torch": "2.13.0", "vllm": "0.32.0"}
-    what = "transformer-engine is absent: the trainer's layers are Megatron's own, which are slower; see Transformer Engine"
-    what += " in docs/install.md"
-    assert said(nodes("n1", "n2", versions=bare)) == [f"warn  n[1-2]: {what}"]
-    assert f"warn  n2: {what}" in said([*nodes("n1"), *nodes("n2", versions=bare), *nodes("n3")])
-    assert bad(judge_reports(nodes("n1", versions=bare, gpus=None, devices=0), {}, expected=1)) == []
+def test_host_memory_is_the_plans(tmp_path: Path) -> None:
+    """Each trainer's host has the memory that the plan takes of one, and an engine's needs none."""
+    from hpcrl.config.options import Options
+
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
+    options = Options(hf_checkpoint=str(tmp_path), colocate=True, actor_num_gpus_per_node=8, rollout_num_gpus=8)
+    doctor.job(doctor.Case(SiteProfile(), (options,), tmp_path / "run"), tmp_path)
+    [step] = msgspec.json.decode((tmp_path / "job.json").read_bytes(), type=NodesJob).steps
+    assert step.needs == ["vllm"] and 50 << 30 < step.memory < 200 << 30
+    small = base(memory=30 << 30)(nodes("n1")[0])
+    [line] = said([small], memory={"trainer": step.memory})
+    assert line.startswith("fail  n1: 30 GiB of host memory free") and "hpcrl plan --host-memory" in line
+    assert said([small], memory={"engine": step.memory}) == [] == said(nodes("n1"), memory={"trainer": step.memory})
 
 
 def base(**changes: Any) -> Callable[[NodeReport], NodeReport]:
@@ -480,7 +488,7 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
     (base(time=1003.0), "fail  n2: its clock differs by at least 2.5 s from the login node's"),
     (on(versions=VERSIONS | {"torch": "2.12.0"}), "fail  n2: torch is 2.12.0, on most nodes 2.13.0"),
     (
-        on(versions={"torch": "2.13.0", "transformer-engine": "2.20.2"}),
+        on(versions={"torch": "2.13.0"}),
         "fail  n2: vllm is absent, on most nodes 0.32.0",
     ),
     (on(gpus=(), devices=0), "fail  n2: 0 GPUs for trainer, 8 are needed"),
@@ -497,8 +505,8 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
     (on(shm=64 << 20), "warn  n2: only 64 MiB free in /dev/shm"),
     (on(locked=8 << 20), "warn  n2: a process may lock 8.0 MiB of memory at most"),
     (
-        on(imports={"vllm": "ImportError: libcudart.so.13"}),
-        "fail  n2: vllm does not import: ImportError: libcudart.so.13",
+        on(findings=(Finding("fail", "", "no nvcc", "load it"), Finding("ok", "", "these work: vllm"))),
+        "fail  n2: no nvcc; load it",
     ),
 ]
 
@@ -566,6 +574,20 @@ def test_short_job_asks_for_no_gpus(tmp_path: Path) -> None:
     doctor.job(case, tmp_path)
     steps = msgspec.json.decode((tmp_path / "job.json").read_bytes(), type=NodesJob).steps
     assert [(step.role, step.slots, step.gpus) for step in steps] == [("trainer", 2, 0), ("engine", 4, None)]
+    assert [step.needs for step in steps] == [[], ["vllm"]]
+
+
+def test_nodes_are_told_what_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step needs reaches its nodes, and that it uses none of their GPUs; a run's start looks at nothing else."""
+    shows = ["bash", "-c", f'echo "$@" >> {tmp_path}/words; exit 1', "bash"]
+    for number, more in enumerate([{"needs": ["vllm", "nvcc"], "gpus": 0}, {"needs": []}, {}]):
+        examine(NodesJob([NodeStep("engine", 1, 1, shows, **more)]), tmp_path / str(number), seconds=5)
+    monkeypatch.setattr(one_node, "die_with_parent", lambda: None)
+    looked = []
+    monkeypatch.setattr(one_node, "check_gpu_needs", lambda *given: looked.append(given) or ())
+    for line in (tmp_path / "words").read_text().splitlines():
+        one_node.main(line.split())  # none sees the directory
+    assert looked == [(["vllm", "nvcc"], False), ([], True)]
 
 
 def test_of_a_steps_output_only_a_short_line_is_read() -> None:
@@ -622,11 +644,17 @@ def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
     """Two processes play two nodes: they see each other's files and reach each other's ports."""
     each = f'for i in 1 2; do "{sys.executable}" -m hpcrl.launch.node_checks.one_node "$@" --host node$i & done; wait'
     job = NodesJob(
-        [NodeStep("trainer", 2, 1, ["bash", "-c", each, "bash"])], interface="lo", gpus=False, imports=False, seconds=20
+        [NodeStep("trainer", 2, 1, ["bash", "-c", each, "bash"], gpus=0, needs=["no_such"], memory=1e18)],
+        interface="lo",
+        gpus=False,
+        seconds=20,
     )
     findings = examine(job, tmp_path / "nodes", seconds=60)
     lines = "\n".join(finding.line() for finding in findings)
-    assert bad(findings) == ["fail  node[1-2]: its address is a loopback address; name the site's network: interface ="]
+    wrong = bad(findings)
+    assert wrong[0] == "fail  node[1-2]: its address is a loopback address; name the site's network: interface ="
+    assert wrong[1].startswith("fail  node[1-2]: no_such does not import: ModuleNotFoundError") and "no GPU" in lines
+    assert len(wrong) > 2 and all("of host memory free" in line for line in wrong[2:])
     assert "ok    all 2 nodes see one run" in lines
     assert "port is reached from 1 node\n" in lines and "clocks agree" in lines
 
@@ -639,7 +667,7 @@ def test_a_node_elsewhere_and_one_that_fails_are_told(tmp_path: Path) -> None:
     dead = NodeStep("engine", 1, 1, ["bash", "-c", "echo srun: error >&2; echo no such node >&2; exit 7", "bash"])
     found = bad(
         examine(
-            NodesJob([lost, dead], gpus=False, imports=False, echoes=("srun:",), seconds=1),
+            NodesJob([lost, dead], gpus=False, echoes=("srun:",), seconds=1),
             tmp_path / "nodes",
             seconds=30,
         )
@@ -647,7 +675,7 @@ def test_a_node_elsewhere_and_one_that_fails_are_told(tmp_path: Path) -> None:
     assert any(line.startswith("fail  node1: it does not see the run directory") for line in found)
     assert any("1 of 2 nodes reported (node1)" in line for line in found)
     assert any("ended with exit code 7: no such node" in line for line in found)
-    slow = NodesJob([NodeStep("trainer", 1, 1, ["sleep", "60"])], gpus=False, imports=False)
+    slow = NodesJob([NodeStep("trainer", 1, 1, ["sleep", "60"])], gpus=False)
     began = time.monotonic()
     assert "none of 1 nodes reported" in bad(examine(slow, tmp_path / "slow", seconds=0.5))[0]
     assert time.monotonic() - began < 10
@@ -710,8 +738,10 @@ def test_the_login_node_is_looked_at(
         "rollout_batch_size = 8\nn_samples_per_prompt = 8\nglobal_batch_size = 64\n"
     )
     argv = [str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "runs" / "a")]
+    monkeypatch.setenv(gpu_environment.ON_CPUS, "1")
     assert doctor.main(argv) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
+    assert "ok    no GPU here: " in out
     assert "the tokenizer loads; 128 token ids" in out and "1 node with 8 GPUs" in out and out.endswith(" 0 failed\n")
     assert not (tmp_path / "runs").exists()
     commands(tmp_path, scontrol=f"cat <<'E'\n{PARTITIONS}E", sinfo="echo '4|idle|64|gpu:4'")

@@ -45,6 +45,8 @@ class NodeStep(msgspec.Struct, frozen=True):
     Attributes:
         gpus: that a node must have for them, None for as many.
         command: starts one task on each of its nodes, with the arguments of hpcrl.launch.node_checks.one_node.
+        needs: what a node must have (gpu_needs.py), None not to look.
+        memory: bytes of host memory that a node needs.
     """
 
     role: str
@@ -52,6 +54,8 @@ class NodeStep(msgspec.Struct, frozen=True):
     slots: int
     command: list[str] = []
     gpus: int | None = None
+    needs: list[str] | None = None
+    memory: float = 0.0
 
 
 class NodesJob(msgspec.Struct, frozen=True):
@@ -59,14 +63,12 @@ class NodesJob(msgspec.Struct, frozen=True):
 
     Attributes:
         gpus: whether a slot is a GPU.
-        imports: whether a node also imports vLLM, which takes long.
         echoes: how the lines begin in which whatever starts the tasks only repeats that one has failed.
     """
 
     steps: list[NodeStep]
     interface: str | None = None
     gpus: bool = True
-    imports: bool = True
     echoes: tuple[str, ...] = ()
     seconds: float = 60.0
 
@@ -108,7 +110,8 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
             )
     reports += [NodeReport(HostReport(host, host, (), False, began, 0, 0)) for host in sorted(unseen)]
     wanted = {step.role: step.slots if step.gpus is None else step.gpus for step in job.steps} if job.gpus else {}
-    return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
+    memory = {step.role: step.memory for step in job.steps}
+    return [*judge_reports(reports, wanted, job.interface, (began, ended), expected, memory), *findings]
 
 
 def _telling(text: str, echoes: tuple[str, ...]) -> str:
@@ -139,13 +142,11 @@ def gather(directory: Path, expected: int, deadline: Deadline) -> list[NodeRepor
 
 
 def _start(step: NodeStep, job: NodesJob, directory: Path, expected: int) -> Popen[str]:
-    roles = {each.role for each in job.steps}
-    engines = "engine" if "engine" in roles else "trainer"  # a homogeneous job has one component for both
     words = [str(directory), f"--expect={expected}", f"--role={step.role}", f"--wait={job.seconds:g}"]
     if job.interface:
         words.append(f"--interface={job.interface}")
-    if job.imports and step.role == engines:
-        words.append("--import=vllm")
+    if step.needs is not None:
+        words += [f"--needs={','.join(step.needs)}", *(["--cpu"] if step.gpus == 0 else [])]
     return Popen([*step.command, *words], stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace")
 
 

@@ -1,6 +1,6 @@
 """One node's part of `hpcrl doctor --nodes`: look around, meet the other nodes, leave one report.
 
-    python -m hpcrl.launch.node_checks.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
+    python -m hpcrl.launch.node_checks.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--needs vllm]
 
 DIR is made and given a file `token` by the process that starts this one.  Each node writes DIR/HOST.json, waits for
 those of all (hpcrl/launch/node_checks/records.py), connects to the first node on the network that all share, leaves a
@@ -26,6 +26,7 @@ import msgspec
 import psutil
 
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.node_checks.gpu_needs import check_gpu_needs
 from hpcrl.launch.node_checks.records import all_records, leave_record, pause
 from hpcrl.launch.node_checks.reports import Gpu, NodeReport
 from hpcrl.launch.probe import choose, host_report
@@ -87,12 +88,6 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
             total, free = (int(word) if word.isdecimal() else 0 for word in words[2:])
             found.append(Gpu(int(words[0]), words[1], total, free))
     return tuple(found)
-
-
-def imports(module: str, seconds: float) -> str:
-    """Why a module does not import in a separate process, "" if it does."""
-    answer = run_command([sys.executable, "-c", f"import importlib; importlib.import_module({module!r})"], seconds)
-    return "" if answer.code == 0 else answer.last_output
 
 
 # ---- the other nodes
@@ -166,14 +161,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--role", default="")
     parser.add_argument("--interface")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other nodes")
-    parser.add_argument("--import", dest="modules", action="append", default=[], help="a module to try to import")
-    parser.add_argument("--import-deadline", type=float, default=300.0)
+    parser.add_argument("--needs", help="look at what GPUs need as well: modules and nvcc, with commas")
+    parser.add_argument("--cpu", action="store_true", help="whatever GPUs are here, the run uses none")
     args = parser.parse_args(argv)
     die_with_parent()
     mine = look_at_node(args.host, args.role, args.directory)
     if mine.base.sees:
         mine = meet(mine, args.directory, args.expect, args.interface, args.wait)
-    mine = msgspec.structs.replace(mine, imports={name: imports(name, args.import_deadline) for name in args.modules})
+    if args.needs is not None:
+        found = tuple(check_gpu_needs([*filter(None, args.needs.split(","))], not args.cpu))
+        mine = msgspec.structs.replace(mine, findings=found)
     if not mine.base.sees:
         print(UNSEEN.format(host=args.host), flush=True)
         return 0

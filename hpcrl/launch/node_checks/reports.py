@@ -16,7 +16,6 @@ from hpcrl.launch.probe import HostReport, choose
 from hpcrl.utils.check_results import Finding, Level, count, size
 
 SKEW = 1.0  #: seconds that two clocks may differ by
-ENGINE = "transformer-engine"
 FREE = 0.9  #: the part of a GPU's memory that should be free before a run
 GIB = 1 << 30
 SHM = GIB  #: bytes of /dev/shm that vLLM and the weight transfer between processes of a host should find
@@ -43,7 +42,7 @@ class NodeReport(msgspec.Struct, frozen=True):
         gpus: None where no driver answers, with `devices` then counted from /dev.
         visible: CUDA_VISIBLE_DEVICES.
         shm: bytes free in /dev/shm.
-        imports: module -> "" or why it does not import.
+        findings: of what the run needs there (gpu_needs.py).
         locked: bytes that a process may lock, None for no limit where that matters.
     """
 
@@ -58,7 +57,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     shm: int = 0
     locked: int | None = None
     versions: dict[str, str] = {}
-    imports: dict[str, str] = {}
+    findings: tuple[Finding, ...] = ()
 
     @property
     def host(self) -> str:
@@ -79,6 +78,7 @@ def judge_reports(
     interface: str | None = None,
     window: tuple[float, float] | None = None,
     expected: int | None = None,
+    memory: Mapping[str, float] | None = None,
 ) -> list[Finding]:
     """What the reports say.
 
@@ -87,6 +87,7 @@ def judge_reports(
         interface: as the site names it.
         window: our clock (Unix seconds) when the first node was asked and when the last had answered.
         expected: how many nodes were asked.
+        memory: bytes that a host needs, by role.
     """
     if not reports:
         return [Finding("fail", "", f"none of {expected or 'the'} nodes reported", "see the step's log")]
@@ -94,8 +95,8 @@ def judge_reports(
     if known := [report for report in reports if report.base.sees]:  # of the others no more than that is known
         findings += [*_network(known, interface), *_reach(known)]
         findings += [*_clocks(known, window), *_versions(known), *_gpus(known, wanted or {})]
-        findings += _rest(known)
-    wrong = {finding.host for finding in findings}
+        findings += _rest(known, memory or {})
+    wrong = {finding.host for finding in findings if finding.level != "ok"}
     findings += [Finding("ok", report.host, _shown(report)) for report in reports if report.host not in wrong]
     return merge(findings)
 
@@ -210,7 +211,7 @@ def _clocks(reports: Sequence[NodeReport], window: tuple[float, float] | None) -
 
 
 def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Each package has one version everywhere, who differs from most is named; and what makes GPUs quick is there."""
+    """Each package has one version everywhere; who differs from most is named."""
     fine = True
     for package in sorted({name for report in reports for name in report.versions}):
         count = Counter(report.versions.get(package, "") for report in reports)
@@ -225,15 +226,6 @@ def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     shown = ", ".join(f"{name} {number}" for name, number in sorted(reports[0].versions.items()))
     if fine and shown:
         yield Finding("ok", "", f"versions agree: {shown}")
-    for report in reports:
-        if (
-            report.role == "trainer"
-            and report.gpu_count
-            and "torch" in report.versions
-            and ENGINE not in report.versions
-        ):
-            what = f"{ENGINE} is absent: the trainer's layers are Megatron's own, which are slower"
-            yield Finding("warn", report.host, what, "see Transformer Engine in docs/install.md")
 
 
 def _gpus(reports: Sequence[NodeReport], wanted: Mapping[str, int]) -> Iterator[Finding]:
@@ -263,8 +255,12 @@ def _gpus(reports: Sequence[NodeReport], wanted: Mapping[str, int]) -> Iterator[
         )
 
 
-def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
+def _rest(reports: Iterable[NodeReport], memory: Mapping[str, float]) -> Iterator[Finding]:
     for report in reports:
+        yield from (msgspec.structs.replace(finding, host=report.host) for finding in report.findings)
+        if report.base.memory < (need := memory.get(report.role, 0.0)):
+            what = f"{size(report.base.memory)} of host memory free, the plan takes {size(need)}"
+            yield Finding("fail", report.host, what, "hpcrl plan --host-memory names a change that fits")
         if report.shm < SHM:
             hint = "vLLM and NCCL need it: mount more, or see the container's settings"
             yield Finding("warn", report.host, f"only {size(report.shm)} free in /dev/shm", hint)
@@ -274,11 +270,3 @@ def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
                 "or ulimit -l unlimited in setup"
             )
             yield Finding("warn", report.host, f"a process may lock {size(report.locked)} of memory at most", hint)
-        for module, why in report.imports.items():
-            if why:
-                yield Finding(
-                    "fail",
-                    report.host,
-                    f"{module} does not import: {why}",
-                    "see docs/install.md, and the site's modules",
-                )

@@ -165,7 +165,6 @@ class SrunHosts:
             steps,
             options.interface,
             gpus=False,
-            imports=False,
             echoes=ECHOES,
             seconds=launch_timeout(),
         )

@@ -214,7 +214,7 @@ def put_away(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> flo
 def host_misfit(options: Options, family: Family, config: Config, gpu: float, host: float) -> Misfit | None:
     """Why what a host holds does not fit its `host` GiB, and what to change where a GPU has `gpu` GiB; None if it
     fits."""
-    taken = _taken(options, family, config, gpu)
+    taken = taken_on_host(options, family, config, gpu)
     total = sum(taken.values())
     if total <= host * GIB:
         return None
@@ -223,13 +223,14 @@ def host_misfit(options: Options, family: Family, config: Config, gpu: float, ho
     what = f"{ranks} trainer ranks take {total / GIB:.0f} of {host:g} GiB of a host; {most} weighs most"
     for change in CHANGES:
         for flags, changed in change(options):
-            fits = sum(_taken(changed, family, config, gpu).values()) <= host * GIB
+            fits = sum(taken_on_host(changed, family, config, gpu).values()) <= host * GIB
             if fits and misfit(changed, family, config, gpu) is None:
                 return Misfit(what, flags, True)
     return Misfit(what, "", True)
 
 
-def _taken(options: Options, family: Family, config: Config, gpu: float) -> dict[str, float]:
+def taken_on_host(options: Options, family: Family, config: Config, gpu: float = GPU) -> dict[str, float]:
+    """The terms of `on_host`, in bytes, where a GPU has `gpu` GiB."""
     engine = engine_terms(options, family, config, gpu * GIB) if options.num_engines else None
     return on_host(options, fullest_rank(options, family, config), engine)
 
