@@ -6,6 +6,7 @@ Programs and modules are stand-ins: what nvidia-smi and nvcc print is as their r
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,15 @@ def test_tools_that_compile_kernels(host: Path, monkeypatch: pytest.MonkeyPatch)
     program(host, "mycc", "")
     monkeypatch.setenv("CC", "mycc -m64")
     assert not any("compiler" in line for line in bad())
+
+
+def test_ninja_lies_next_to_the_interpreter(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for engines: the environment need not be activated."""
+    (host / "ninja").unlink()
+    program(host / "env", "ninja", "")
+    (host / "env" / "python").symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setattr(sys, "executable", str(host / "env" / "python"))
+    assert bad() == []
 
 
 def test_flashinfer_finds_the_engines_tools(host: Path) -> None:
