@@ -34,6 +34,7 @@ from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
 from hpcrl.run.copies_directory import copies_directory
 from hpcrl.run.engine_files import PAUSE, end_of, restart_limit, was_up
+from hpcrl.run.gpu_counters import counting_errors
 from hpcrl.run.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
 from hpcrl.run.peers import SandboxPeer, newest
@@ -263,7 +264,7 @@ def run_host(
         PeerError: names the role that failed, here or elsewhere. Whatever happens, no process that was started here
             outlives the call.
     """
-    with HostRoles(options, plan, rundir, host, slot) as roles:
+    with counting_errors(rundir, host), HostRoles(options, plan, rundir, host, slot) as roles:
         while True:
             beats = roles.rundir.here / BEATS
             beats.mkdir(mode=0o700, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.report.metrics import number, step_rows
 from hpcrl.run.attempt_log import lowered_settings
+from hpcrl.run.gpu_counters import grown_counters
 
 _COUNT = re.compile(r"(?:rollout|eval/(.+))/reward_(?:errors|timeouts)")
 _PLACE = re.compile(r" \(([^()]+:\d+) in [^()]+\)$")
@@ -101,6 +102,6 @@ def not_learning(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 def notes_of(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """What a reader of a stage's numbers has to know: lowered settings, failed gradings, signs that nothing is
-    learned."""
+    learned, and errors of GPUs."""
     lowered = [f"since attempt {one.attempt + 1}, step {one.step}: {one.what}" for one in lowered_settings(stage)]
-    return [*lowered, *failed_gradings(stage, rows), *not_learning(rows).values()]
+    return [*lowered, *failed_gradings(stage, rows), *not_learning(rows).values(), *grown_counters(stage)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -22,6 +21,7 @@ from hpcrl.engine.server_settings import fp8_blocks
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.files.config_json import read_config
 from hpcrl.plan import NO_GPUS
+from hpcrl.run.gpu_counters import read_counters
 from hpcrl.run.gpu_environment import build_tools, gpus_are_here
 from hpcrl.run.process import run_command
 from hpcrl.utils.check_results import Finding
@@ -40,9 +40,6 @@ from vllm.utils.flashinfer import has_flashinfer
 print("flashinfer-python is not installed")  # vLLM itself says what else is missing
 sys.exit(not has_flashinfer())"""
 INSTALL = "see docs/install.md, and the site's modules"
-COUNTERS = "--query-gpu=index,driver_version,ecc.errors.uncorrected.volatile.total"
-#: lines of `nvidia-smi nvlink -e` that mean a bad link; others, as FEC's, count in health too
-LINK = re.compile(r"(Link \d+): ((?:Replay|Recovery|CRC)[\w ]* Errors: [1-9]\d*)")
 
 
 def needs(stages: Sequence[Options], role: str = "") -> list[str]:
@@ -121,14 +118,9 @@ def _tools(env: dict[str, str]) -> Iterator[Finding]:
 
 def _counters(fine: list[str]) -> Iterator[Finding]:
     """The driver's version into `fine`, and errors that GPUs and their links have counted since it was loaded."""
-    for line in run_command(["nvidia-smi", COUNTERS, "--format=csv,noheader,nounits"], 20.0).out.splitlines():
-        index, driver, errors = (*(word.strip() for word in line.split(",")), "", "")[:3]
-        fine += [f"driver {driver}"] if driver and f"driver {driver}" not in fine else []
-        if errors.isdecimal() and int(errors):
-            what = f"GPU {index} has counted {errors} uncorrected ECC errors"
-            yield Finding("warn", "", what, "leave the node out (exclude of the site), and ask the site to reset it")
-    gpu = ""
-    for line in run_command(["nvidia-smi", "nvlink", "-e"], 20.0).out.splitlines():
-        gpu = line.partition(":")[0] if line.startswith("GPU ") else gpu
-        if found := LINK.search(line):
-            yield Finding("warn", "", f"{gpu}, NVLink {found[1]}: {found[2]}", "ask the site to look at the link")
+    drivers = run_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 20.0).out.split()
+    fine += [f"driver {driver}" for driver in dict.fromkeys(drivers)]
+    for name, count in read_counters().items():
+        if count:
+            hint = "leave the node out (exclude of the site), and ask the site to look at it"
+            yield Finding("warn", "", f"{name}: {count}", hint)

@@ -16,10 +16,14 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.launch.node_checks import gpu_needs
 from hpcrl.launch.node_checks.gpu_needs import check_gpu_needs, needs
-from hpcrl.run import gpu_environment
+from hpcrl.report.not_learning import notes_of
+from hpcrl.run import gpu_counters, gpu_environment
+from hpcrl.run.gpu_counters import counting_errors
+from hpcrl.run.rundir import RunDir
 
 NVCC = "Cuda compilation tools, release {}, V{}.88\nBuild cuda_{}.r{}/compiler.36424714_0"
-ECC = "0, 580.65.06, 0\n1, 580.65.06, {}\n2, 580.65.06, [N/A]"
+ECC = "0, 0\n1, {}\n2, [N/A]"
+DRIVER = "580.65.06\n580.65.06\n580.65.06"
 LINKS = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
 \t Link 0: Replay Errors: 0
 \t Link 0: Recovery Errors: 0
@@ -51,7 +55,11 @@ def program(folder: Path, name: str, body: str) -> None:
 
 def nvidia_smi(folder: Path, ecc: int = 0, replays: int = 0) -> None:
     query, links = ECC.format(ecc), LINKS.format(replays)
-    program(folder, "nvidia-smi", f"case $1 in nvlink) echo '{links}';; *) echo '{query}';; esac")
+    program(
+        folder,
+        "nvidia-smi",
+        f"case $1 in nvlink) echo '{links}';; *driver*) echo '{DRIVER}';; *) echo '{query}';; esac",
+    )
 
 
 def nvcc(folder: Path, release: str) -> None:
@@ -194,8 +202,22 @@ def test_an_import_that_hangs_or_crashes(host: Path) -> None:
 def test_counted_errors_are_told(host: Path) -> None:
     nvidia_smi(host, ecc=4, replays=7)
     lines = bad()
-    assert lines[0].startswith("warn  GPU 1 ") and "4 uncorrected ECC errors; " in lines[0] and "exclude" in lines[0]
-    assert lines[1].startswith("warn  GPU 1, NVLink Link 3: Replay Errors: 7; ") and len(lines) == 2
+    assert lines[0].startswith("warn  GPU 1: uncorrected ECC errors: 4; ") and "exclude" in lines[0]
+    assert lines[1].startswith("warn  GPU 1: Replay Errors of NVLink Link 3: 7; ") and len(lines) == 2
+
+
+def test_a_link_that_degrades_in_a_run_is_told(host: Path, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status compares the counters at the end of an attempt with those at its beginning."""
+    monkeypatch.setattr(gpu_environment, "gpus_are_here", lambda: True)
+    nvidia_smi(host, ecc=4, replays=7)
+    with counting_errors(rundir, "node1"):
+        nvidia_smi(host, ecc=4, replays=19)
+    (line,) = notes_of(rundir.root, [])
+    assert line.startswith("host node1, GPU 1: Replay Errors of NVLink Link 3 rose by 12: exclude")
+    monkeypatch.setattr(gpu_environment, "gpus_are_here", lambda: False)
+    with counting_errors(rundir, "node2"):
+        pass
+    assert [file.name for file in (rundir.here / gpu_counters.FOLDER).iterdir()] == ["node1.json"]
 
 
 @pytest.mark.parametrize("hidden", ["none", "option", "variable"])
