@@ -23,10 +23,10 @@ from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
 from hpcrl.report.sample_view import after_steps, as_text, choose, head_lines, visible
-from hpcrl.report.sandbox_line import sandbox_hours, sandbox_use
 from hpcrl.report.status_text import fault_rows, speed_rows
 from hpcrl.report.timeline.node_hours import NodeHours, node_hours
 from hpcrl.report.timeline.reading import Recorded, Track
+from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
 from hpcrl.report.transcript_view import parts
 from hpcrl.run.attempt_log import Fault

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli.main import main
-from hpcrl.report.sandbox_line import sandbox_hours, sandbox_line, sandbox_use
+from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.report.timeline.reading import Span, Track, trace
+from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use
 from hpcrl.report.timeline.spans import SANDBOXES, SANDBOXES_NOW, Header, launcher_timeline, role_timeline
 from hpcrl.run.rundir import RunDir
 from tests.support.rundirs import begin, log, make
