@@ -179,7 +179,7 @@ lock: $(TOOLS)
 	  --no-emit-package torch -o requirements/cpu.lock
 	grep '^torch==' requirements/cpu.txt | $(UV) --universal --python-version 3.11 --no-deps - -o requirements/torch-cuda.lock
 	$(UV) --python-version 3.12 --python-platform x86_64-manylinux_2_28 pyproject.toml --extra gpu --extra mpi --extra parquet \
-	  -o requirements/gpu.lock
+	  --constraint requirements/tried.txt -o requirements/gpu.lock
 
 # What is installed, as CycloneDX: for those who have to say what runs on their machines.
 sbom: $(TOOLS)

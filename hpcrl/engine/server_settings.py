@@ -26,6 +26,7 @@ from hpcrl.models.lora.serving import engine_flags, serves_adapter, to_environme
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
 from hpcrl.planning.formulas.engine_memory import batched_tokens, share, utilization
+from hpcrl.report.progress import say
 from hpcrl.run.gpu_environment import Where, build_tools, wanted
 from hpcrl.run.peers import IDLE
 from hpcrl.utils.cpus import cores
@@ -53,7 +54,7 @@ READING = {
     "speculative_config",
 }
 WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix")  #: methods of drafting that read no files
-OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
+TRIED = (0, 32)  #: the release of vLLM that all tests run with; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
 CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)
@@ -92,11 +93,14 @@ def build() -> Build:
 
 
 def check_version(found: str) -> None:
-    """Raise UsageError unless `found` is a release of vLLM that hpcrl speaks with."""
+    """Raise UsageError for a release of vLLM that is too old; a newer one than was tried is warned of."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers and "dev" not in found and tuple(map(int, numbers.groups())) < OLDEST:
+    release = tuple(map(int, numbers.groups())) if numbers and "dev" not in found else TRIED
+    if release > TRIED:
+        say(f"warning: hpcrl was tried with vLLM {TRIED[0]}.{TRIED[1]}, and {found} is installed: see hpcrl selftest")
+    if release < TRIED:
         raise UsageError(
-            f"vLLM {found} is installed, {OLDEST[0]}.{OLDEST[1]} is the oldest version that hpcrl supports",
+            f"vLLM {found} is installed, {TRIED[0]}.{TRIED[1]} is the oldest version that hpcrl supports",
             "see docs/install.md for what goes together",
         )
 

@@ -46,7 +46,7 @@ def example(name: str) -> Any:
         Options.model_fields[name].get_default(call_default_factory=True),
     )
     if kind.choices:
-        return kind.choices[-1]
+        return [kind.choices[-1]] if kind.many else kind.choices[-1]
     one = {
         "bool": not value,
         "int": 4096,

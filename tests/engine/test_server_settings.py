@@ -396,9 +396,11 @@ def test_threads_of_a_cpu_engine(model: str, monkeypatch: pytest.MonkeyPatch) ->
     ("found", "good"),
     [("0.32.0", 1), ("0.32.1+cu130", 1), ("0.33.0rc1", 1), ("1.0.0", 1), ("0.31.9", 0), ("0.26.0+cpu", 0)],
 )
-def test_an_older_vllm_is_refused(found: str, good: int) -> None:
+def test_an_older_vllm_is_refused(found: str, good: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A newer one than was tried gives a warning."""
     if good:
         check_version(found)
+        assert (f"and {found} is installed" in capsys.readouterr().err) == (not found.startswith("0.32"))
     else:
         with pytest.raises(UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32.*oldest version that"):
             check_version(found)

@@ -52,14 +52,14 @@ def test_its_recipe_gives_the_same_options(guide: str, tmp_path: Path) -> None:
 
 def test_what_has_no_effect_passes_with_a_reason() -> None:
     words = f"{BASE} --sequence-parallel --opsm-delta 3 --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function --use-tis".split()
-    translation = translate([*words, "--update-weight-mode", "full", "--use-wandb", "--wandb-key"])
+    translation = translate([*words, "--update-weight-mode", "full", "--use-tensorboard", "--wandb-key"])
     said = {line.flag: line.reading for line in translation.lines}
     assert said["opsm-delta"].outcome == "needless" and "--use-opsm is not given" in said["opsm-delta"].why
     assert (
         said["custom-tis-function-path"].outcome == "translated"
         and translation.values["custom_tis_function_path"] == "icepop"
     )
-    assert said["update-weight-mode"].outcome in ("needless", "kept") and said["use-wandb"].outcome == "needless"
+    assert said["update-weight-mode"].outcome in ("needless", "kept") and said["use-tensorboard"].outcome == "needless"
     assert "opsm_delta" not in translation.values and not translation.wrong
 
 
