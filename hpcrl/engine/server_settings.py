@@ -54,7 +54,8 @@ READING = {
     "speculative_config",
 }
 WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix")  #: methods of drafting that read no files
-TRIED = (0, 32)  #: the release of vLLM that all tests run with; before, log-probs came without token ids, and packing was agreed on elsewhere
+#: the release of vLLM that all tests run with; before, log-probs came without token ids
+TRIED = (0, 32)
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
 CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)

@@ -19,69 +19,30 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable
 
 import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, DeadlineError, HpcrlError, PeerError, failure_kind
 from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
-from hpcrl.launch.engine_restarter import EngineRestarter, Kept
+from hpcrl.launch.engine_restarter import EngineRestarter
 from hpcrl.launch.roles import GRACE, SANDBOX, Role, commands, devices, heading, start
+from hpcrl.launch.sandbox_restarter import SandboxRestarter
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
 from hpcrl.run.copies_directory import copies_directory
-from hpcrl.run.engine_files import PAUSE, end_of, restart_limit, was_up
+from hpcrl.run.engine_files import end_of, restart_limit, was_up
 from hpcrl.run.gpu_counters import counting_errors
 from hpcrl.run.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
-from hpcrl.run.peers import SandboxPeer, newest
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end_descendants, end_processes, set_limits
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, RunDir
 from hpcrl.run.scratch import Scratch, sweep
 from hpcrl.utils.deadline import Deadline, poll
-from hpcrl.utils.retry import Pauses
 from hpcrl.utils.untrusted_files import open_append
-
-PAUSES = Pauses(PAUSE, 60.0)  #: between the end of a server and its next start
-
-R = TypeVar("R", bound=Kept)
-
-
-class SandboxRestarter(Generic[R]):
-    """Keeps the servers of a host; begin(role, index, command) starts one.
-
-    Args:
-        commands: of each server, by index.
-    """
-
-    def __init__(
-        self, rundir: RunDir, commands: Mapping[int, list[str]], begin: Callable[[str, int, list[str]], R]
-    ) -> None:
-        self._rundir = rundir
-        self._commands = commands
-        self._begin = begin
-        self._starts = dict.fromkeys(commands, 0)
-        self._due: dict[int, float] = {}
-
-    def restart_ended(self, roles: list[R]) -> None:
-        """Take ended servers that may start again out of `roles`, and put started ones in."""
-        now = time.monotonic()
-        for role in [r for r in roles if r.name == SANDBOX and r.status is not None]:
-            if newest(self._rundir, SandboxPeer, role.index) is None:
-                continue
-            say(f"{role.exit_report()}; it is started again")
-            roles.remove(role)
-            self._due[role.index] = now + PAUSES.after(self._starts[role.index] + 1)
-        for index in [index for index, due in self._due.items() if due <= now]:
-            del self._due[index]
-            self._starts[index] += 1
-            more = ["--incarnation", str(self._starts[index])]
-            roles.append(self._begin(SANDBOX, index, [*self._commands[index], *more]))
-
 
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has

@@ -545,7 +545,7 @@ def test_who_did_not_report_or_reported_twice_is_told() -> None:
 def test_loopback_and_duplicate_addresses() -> None:
     """The loopback and a duplicate address are not a network."""
     lo = nodes("n1", "n2")
-    assert any(("n[1-2]" in line and "address is a loopback address" in line) for line in said(lo, interface="lo"))
+    assert any(("n[1-2]" in line and "is a loopback address" in line) for line in said(lo, interface="lo"))
     network = Network("eth0", "172.17.0.1", 24, 0)
     same = [base(networks=(network,))(report) for report in lo]
     assert sum("has the same address 172.17.0.1" in line for line in said(same, interface="eth0")) == 2
@@ -652,7 +652,7 @@ def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
     findings = examine(job, tmp_path / "nodes", seconds=60)
     lines = "\n".join(finding.line() for finding in findings)
     wrong = bad(findings)
-    assert wrong[0] == "fail  node[1-2]: its address is a loopback address; name the site's network: interface ="
+    assert wrong[0] == "fail  node[1-2]: its is a loopback address; name the site's network: interface ="
     assert wrong[1].startswith("fail  node[1-2]: no_such does not import: ModuleNotFoundError") and "no GPU" in lines
     assert len(wrong) > 2 and all("of host memory free" in line for line in wrong[2:])
     assert "ok    all 2 nodes see one run" in lines

@@ -14,7 +14,6 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch.attempts.progress import FRUITLESS, check_headway
-from hpcrl.launch.batch_run import TimeLimitWatcher
 from hpcrl.launch.mpi.mpirun import handed_on, mpi_command
 from hpcrl.launch.mpi.placement import place_ranks
 from hpcrl.launch.mpi.ssh_check import check_hosts, unreachable
@@ -24,6 +23,7 @@ from hpcrl.launch.roles import commands
 from hpcrl.launch.slurm.srun import SrunHosts
 from hpcrl.launch.slurm.steps import HetGroup, read_groups, step_on
 from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.launch.time_limit import TimeLimitWatcher
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.rundir import RunDir
 

@@ -134,9 +134,7 @@ def test_a_name_for_the_run(path: str, name: str) -> None:
 @needs("namespaces")
 def test_text_of_a_recipe() -> None:
     """Lines of comments are broken between words, words of any length stay whole, and TOML reads the values back."""
-    words = (
-        "--hf-checkpoint /m --lr 1e-6 --use-tensorboard --use-score-centering --moe-z-loss-coeff 0.1 --vllm-max-num-seqs 3"
-    )
+    words = "--hf-checkpoint /m --lr 1e-6 --use-tensorboard --use-score-centering --moe-z-loss-coeff 0.1 --vllm-max-num-seqs 3"
     found = translate(words.split())
     notes = ["w " * 100, "x" * (WIDTH + 10)]
     text = recipe_text(found, 'a "name"', "about " * 40, notes)

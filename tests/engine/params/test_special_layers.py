@@ -17,7 +17,7 @@ def packed_net() -> Any:
     """A delta net whose convolution is packed, as vLLM does where the processor multiplies bf16 with AVX-512."""
     import vllm._custom_ops as ops
 
-    from hpcrl.engine.params.layers import UNPACKED
+    from hpcrl.engine.params.special_layers import UNPACKED
 
     plain = torch.randn(CHANNELS, WIDTH).bfloat16()
     packed = torch.nn.Parameter(ops.causal_conv1d_weight_pack(plain), requires_grad=False)
@@ -27,7 +27,7 @@ def packed_net() -> Any:
 
 
 def test_packed_convolution_is_shown_as_it_was() -> None:
-    from hpcrl.engine.params.layers import UNPACKED, delta_nets
+    from hpcrl.engine.params.special_layers import UNPACKED, delta_nets
 
     net = packed_net()
     piece = delta_nets({"net": net})["net.conv1d.weight"]
@@ -37,7 +37,7 @@ def test_packed_convolution_is_shown_as_it_was() -> None:
 
 def test_a_convolution_packed_of_other_weights_shows() -> None:
     """What an update has left as it was is what decoding multiplies with, so that is what is compared."""
-    from hpcrl.engine.params.layers import UNPACKED, delta_nets
+    from hpcrl.engine.params.special_layers import UNPACKED, delta_nets
 
     net = packed_net()
     piece = delta_nets({"net": net})["net.conv1d.weight"]

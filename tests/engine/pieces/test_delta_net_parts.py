@@ -17,7 +17,7 @@ def test_a_worker_needs_its_channels_and_heads(monkeypatch: pytest.MonkeyPatch, 
     from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
     from vllm.model_executor.model_loader import weight_utils
 
-    from hpcrl.engine.params.layers import delta_nets
+    from hpcrl.engine.params.special_layers import delta_nets
 
     monkeypatch.setattr(weight_utils, "get_tensor_model_parallel_rank", lambda: rank)  # there are no groups here
     layer = nn.Module()
