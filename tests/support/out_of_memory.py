@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,16 @@ def in_a_rank(options: Any, rollout_id: int, step_id: int, model: Any, optimizer
         next(model[0].parameters()).register_hook(fail)
     else:
         optimizer.prepare_grads = fail
+
+
+def in_another_thread(options: Any, rollout_id: int, *more: Any) -> None:
+    """The same, and in step 4 as NCCL's watchdog does it: a word in the log, and the process is gone."""
+    in_a_rank(options, rollout_id, *more)
+    told = Path(options.run_dir, "aborted")
+    if dist.get_rank() and rollout_id == 4 and not told.exists():
+        told.touch()
+        print("terminate called, what():  CUDA error: out of memory", file=sys.stderr, flush=True)
+        os.abort()
 
 
 async def counted(options: Any, sample: Any) -> float:

@@ -196,19 +196,21 @@ def test_faults_in_a_row(tmp_path: Path, task: Path) -> None:
 
 
 def test_out_of_memory_in_a_step(tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In forward, backward and the optimizer of a rank, without a checkpoint in between: each time the next attempt uses
-    less, which a resume keeps, and the losses are the same."""
-    hook = {"custom_megatron_before_train_step_hook_path": "tests.support.out_of_memory.in_a_rank"}
-    more = hook | {"attempts": 2, "save_interval": 5, "num_rollout": 4}
+    """In forward, backward, the optimizer and another thread of a rank, without a checkpoint in between: each time the next
+    attempt uses less, which a resume keeps, and the losses are the same."""
+    hook = {"custom_megatron_before_train_step_hook_path": "tests.support.out_of_memory.in_another_thread"}
+    more = hook | {"attempts": 2, "oom_retries": 4, "save_interval": 9, "num_rollout": 5}
     run = start(tmp_path, task, actor_num_gpus_per_node=2, **more)
     status, out = run.end()
     assert status == 0, out + run.logs()
-    failures = [RunDir(run.root, attempt).failure() for attempt in range(3)]
+    *failures, last = (RunDir(run.root, attempt).failure() for attempt in range(4))
     assert {(failure.role, failure.message) for failure in failures} == {("trainer", f"OutOfMemoryError: {SAID}")}
+    assert last.message.startswith("rank 1 on") and "CUDA error" in last.message, last
     assert [(one.attempt, one.step, one.setting) for one in lowered_settings(run.root)] == [
         (0, 1, "max_tokens_per_gpu"),
         (1, 2, "recompute_granularity"),
         (2, 3, "max_tokens_per_gpu"),
+        (3, 4, "max_tokens_per_gpu"),
     ]
     note = "since attempt 1, step 1: --max-tokens-per-gpu 64 instead of 128, as trainer-1 ran out of memory"
     assert f"note: {note}" in out, out
@@ -217,7 +219,7 @@ def test_out_of_memory_in_a_step(tmp_path: Path, task: Path, uncut: Path, capsys
     assert note in (run.root / "report.html").read_text()
     assert main(["resume", str(run.root), "--num-rollout", "6"]) == 0
     options = read_options(RunDir(run.root))
-    assert options.max_tokens_per_gpu == 32 and options.megatron["recompute_granularity"] == "full"
+    assert options.max_tokens_per_gpu == 16 and options.megatron["recompute_granularity"] == "full"
     found = metrics(run.root)
     for step, row in metrics(uncut).items():
         for name in ("train/loss", "train/grad_norm"):

@@ -307,9 +307,11 @@ FULL = "OutOfMemoryError: CUDA out of memory."
 PACKED = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096, "attempts": 2}
 
 
-def test_less_memory_after_each_error(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_memory_after_each_error(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whatever was trained before, and without a checkpoint, up to --oom-retries; options.json and attempts.jsonl have it,
-    also for another job; then an error counts as any other."""
+    also for another job; then an error counts as any other, and the last words say what was lowered."""
     job = Job(rundir, monkeypatch, [lambda *_: UNEXPECTED] * 9)
     job.failing = ("trainer", FULL)
     with pytest.raises(PeerError, match="killed"):
@@ -320,6 +322,8 @@ def test_less_memory_after_each_error(rundir: RunDir, monkeypatch: pytest.Monkey
     assert read_options(rundir) == job.options[-1]
     told = [(one.attempt, one.step, one.what) for one in lowered_settings(rundir.root)]
     assert told[0] == (0, 0, "--log-probs-chunk-size 2048, as trainer-1 ran out of memory") and len(told) == 3
+    said = capsys.readouterr().err
+    assert said.count("lowered before: --log-probs-chunk-size 2048") == 1 and "--attempts 2" in said, said
     later = RunDir(rundir.root, 5)
     job = Job(later, monkeypatch, [lambda *_: "UsageError"] * 6)
     job.failing = ("trainer", FULL)
