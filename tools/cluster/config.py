@@ -53,7 +53,7 @@ def slurm(layout: Layout) -> str:
         f"TaskProlog={layout.etc}/task_prolog",
         # the nodes say that they have more than this machine
         "SlurmdParameters=config_overrides",
-        "SlurmctldParameters=preempt_send_user_signal",
+        "SlurmctldParameters=preempt_send_user_signal,enable_expedited_requeue",
         # a node that was cut off comes back by itself
         "ReturnToService=2",
         "MailProg=/bin/true",

@@ -9,6 +9,7 @@ hpcrl/launch/batch_run.py.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import shlex
@@ -74,6 +75,15 @@ class SlurmAllocation:
         more = f" {' '.join(said.split())[:500]}" if said else ""
         _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}{more}")
 
+    def end_for_good(self) -> None:
+        """Have the job end with this process, as it would be queued again, and held, where its requeue is expedited.
+
+        Slurm counts any end with an error for one of the hardware, 25.11.0 to 25.11.2 any end at all.
+        """
+        answer = squeue.call(["scontrol", "--oneliner", "show", "job", self.job_id])
+        if "ExpeditedRequeue=Yes" in answer.out and "JobState=RUNNING" in answer.out:
+            _scontrol("update", f"jobid={self.job_id}", "requeue=0")
+
     def continue_elsewhere(self, root: Path, record: JobFile) -> str:
         from hpcrl.launch.slurm.submission import submit_elsewhere
 
@@ -126,7 +136,12 @@ def run_directory(root: str) -> dict[str, Any]:
     A run that was stopped ends its job as it would end `hpcrl run`, so that accounting shows it, and no job that waits
     for its success begins.
     """
-    found = run_in_job(reopen_job(Path(root)), SlurmAllocation(), partial(tell_changed_code, Path(root)))
+    allocation = SlurmAllocation()
+    try:
+        found = run_in_job(reopen_job(Path(root)), allocation, partial(tell_changed_code, Path(root)))
+    finally:
+        with contextlib.suppress(HpcrlError):
+            allocation.end_for_good()
     if stopped(found):  # submitit keeps the result of what succeeds alone, and ends with 0 then
         atexit.register(os._exit, Stopped.exit_code)
     return found

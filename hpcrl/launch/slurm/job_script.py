@@ -29,6 +29,7 @@ class BatchScript:
         mounts: directories that a container must see.
         tasks: "hosts" or "slots".
         python: the interpreter on the nodes where the site names none.
+        requeue: sbatch's option for a job that may be queued again.
     """
 
     name: str
@@ -42,6 +43,7 @@ class BatchScript:
     tasks: str = "hosts"
     python: str = "python3"
     follows: str = ""
+    requeue: str = "requeue"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -124,7 +125,7 @@ def _job(script: BatchScript, request: AllocationRequest, site: SiteProfile) -> 
     yield f"output={os.path.join(folder.replace('%', '%%'), name)}"
     yield "open-mode=append"
     yield f"signal=B:USR1@{request.margin}"
-    yield "requeue" if site.requeue else "no-requeue"
+    yield script.requeue if site.requeue else "no-requeue"
 
 
 #: sbatch resets these options for each component of a heterogeneous job (src/common/slurm_opt.c: reset_each_pass). Any
@@ -243,7 +244,19 @@ HINTS = {
 def run_script(submission: Submission, command: str) -> str:
     """The script of a run whose batch process is `command`."""
     script = submission.script(command, str(submission.job.root / "logs" / OUTPUT))
+    if submission.site.requeue and len(submission.request.components) == 1 and _expedites():
+        script = replace(script, requeue="requeue=expedite")
     return render(script, submission.request, submission.site)
+
+
+def _expedites() -> bool:
+    """Whether a job of this cluster that loses a node can be the next to start: Slurm 25.11 or newer, and enabled; else
+    sbatch would refuse the job."""
+    config = call(["scontrol", "show", "config"])
+    if config.code or "enable_expedited_requeue" not in config.out:
+        return False
+    found = re.search(r"(\d+)\.(\d+)", call(["sbatch", "--version"]).out)
+    return found is not None and (int(found[1]), int(found[2])) >= (25, 11)
 
 
 def preview_script(submission: Submission) -> str:

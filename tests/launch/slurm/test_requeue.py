@@ -4,6 +4,7 @@ answer."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 
 from hpcrl.launch.slurm.submit import NOT_INHERITED
 from tests.support.cluster import Cluster
-from tests.support.slurm import ENV
+from tests.support.runs import sft
+from tests.support.slurm import ENV, submit
 
 pytestmark = pytest.mark.cluster
 #: the end of a batch process whose time is up: RUN, the job's number and its time limit
@@ -77,6 +79,34 @@ def test_refusal_and_requeue_by_slurm(cluster: Cluster, tmp_path: Path, running:
     assert state(tmp_path / "taken")["phase"] == "requeued"
     done = cluster.run(requeue(tmp_path / "gone", 999999), env=ENV)
     assert "Invalid job id specified" in done.stderr and state(tmp_path / "gone")["phase"] == "stopped"
+
+
+@pytest.mark.soak
+def test_a_lost_node_costs_no_queue(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """From Slurm 25.11 on: the run begins again before a job that waited before it; when it fails, it is not held."""
+    version = re.search(r"(\d+)\.(\d+)", cluster.run(["sbatch", "--version"]).stdout)
+    if (int(version[1]), int(version[2])) < (25, 11):
+        pytest.skip("this Slurm knows no expedited requeue")
+    path = sft(tmp_path, task, num_rollout=100000, save_interval=None, attempts=1)
+    job = submit(cluster, path, tmp_path / "run")
+    job.until(lambda: job.training(0))
+    assert cluster.job(job.number)["ExpeditedRequeue"] == "Yes"
+    before = cluster.sbatch("-p", "main", "--nodes=3", "--exclusive", "--wrap", "sleep 600")
+    lost = json.loads((job.root / "state.json").read_text())["host"]
+    cluster.kill_node(lost, told=True)
+    try:
+        job.until(lambda: job.trains_after(0))
+        assert set(cluster.states(before).values()) == {"PENDING"}
+        pids = [
+            pid for found in cluster.all_processes().values() for pid, argv in found if "hpcrl.trainer.main" in argv
+        ]
+        os.kill(pids[-1], 9)
+        job.ends("FAILED", 60)
+        assert cluster.job(job.number)["Requeue"] == "0"
+    finally:
+        cluster.run(["scancel", str(before), str(job.number)], check=False)
+        cluster.boot_node(lost)
+        cluster.run(["scontrol", "update", f"nodename={lost}", "state=resume"], check=False)
 
 
 def test_controller_down_for_a_while(cluster: Cluster, tmp_path: Path, running: Callable[[str], int]) -> None:

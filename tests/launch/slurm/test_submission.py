@@ -164,6 +164,43 @@ def test_another_layout_asks_for_other_nodes(slurm: FakeSlurm, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("release", "parameters", "words", "asked"),
+    [
+        ("25.11.4", "enable_expedited_requeue", (), "requeue=expedite"),
+        ("26.05.0", "idle_on_node_suspend,enable_expedited_requeue", (), "requeue=expedite"),
+        ("25.11.4", "(null)", (), "requeue"),
+        ("25.05.2", "enable_expedited_requeue", (), "requeue"),
+        ("25.11.4", "enable_expedited_requeue", ("requeue=false",), "no-requeue"),
+    ],
+)
+def test_lost_nodes_cost_no_queue(
+    slurm: FakeSlurm, tmp_path: Path, release: str, parameters: str, words: tuple[str, ...], asked: str
+) -> None:
+    """A Slurm that knows expedited requeues, and where they are enabled, else it would refuse the job."""
+    slurm.command("scontrol", f"SlurmctldParameters     = {parameters}\n")
+    slurm.command("sbatch", f"slurm-wlm {release}\nSubmitted batch job 77\n")
+    assert main(["submit", RECIPE, "--run-dir", "s", *ALIKE, *words]) == 0
+    assert f"#SBATCH --{asked}\n" in (tmp_path / "s" / "job.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    ("shown", "ends"),
+    [
+        ("JobState=RUNNING Requeue=1 ExpeditedRequeue=Yes", True),
+        ("JobState=RUNNING Requeue=1", False),
+        ("JobState=PENDING,COMPLETING Requeue=1 ExpeditedRequeue=Yes", False),
+    ],
+)
+def test_an_ended_run_is_not_held(slurm: FakeSlurm, tmp_path: Path, shown: str, ends: bool) -> None:
+    """Slurm would hold a job with an expedited requeue that fails by itself; one that it queues again stays so."""
+    slurm.command("scontrol", f"JobId=77 {shown}\n")
+    allocation = SlurmAllocation.__new__(SlurmAllocation)
+    allocation.job_id = "77"
+    allocation.end_for_good()
+    assert ("update jobid=77 requeue=0" in slurm.calls("scontrol")) == ends
+
+
+@pytest.mark.parametrize(
     ("said", "hint"),
     [
         ("AssocMaxSubmitJobLimit", "jobs to end"),
