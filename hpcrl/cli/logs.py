@@ -72,10 +72,9 @@ def logs(argv: list[str]) -> int:
     if args.attempt is not None and args.follow:
         raise UsageError(f"--attempt {args.attempt} has no effect with -f", "leave one of them out")
     run = find_run(args.run)
-    if args.attempt is not None:
-        return show_attempt(run, args.attempt, args.role, args.host, args.lines)
     every = logs_of(run)
-    shown = chosen(latest(every), args.role, args.host)
+    found = latest(every) if args.attempt is None else of_attempt(run, every, args.attempt)
+    shown = chosen(found, args.role, args.host)
     if args.host is not None and args.host not in (hosts := hosts_of(run, every)):
         raise UsageError(
             f"--host {args.host}: the run has no process there", f"there are {', '.join(hosts) or 'none yet'}"
@@ -96,26 +95,18 @@ def logs(argv: list[str]) -> int:
     return 0
 
 
-def show_attempt(run: Run, number: int, role: str | None, host: str | None, lines: int) -> int:
-    """Print the last lines of each log of one attempt of the last stage that has begun.
+def of_attempt(run: Run, every: Iterable[RoleLog], number: int) -> list[RoleLog]:
+    """The logs of one attempt of the last stage that has begun.
 
     Raises:
         UsageError: if it has no such attempt.
     """
     stage = next((stage for stage in reversed(run.stages) if stage.attempt is not None), None)
-    folder = (stage.root if stage else run.root) / "logs" / f"attempt-{number}"
-    if stage is None or not folder.is_dir():
-        last = "none yet" if stage is None or stage.attempt is None else f"0 to {stage.attempt}"
+    found = [log for log in every if stage and log.attempt == (stage.name, number)]
+    if not found:
+        last = f"0 to {stage.attempt}" if stage else "none yet"
         raise UsageError(f"--attempt {number}: no such attempt", f"there are {last}")
-    found = _roles(stage, number, run.state.host if run.state else "", entries(folder))
-    shown = chosen(found, role, host)
-    width = max((len(log.label) for log in shown), default=0)
-    for log in shown:
-        for text in FileTail(log.path).last(lines):
-            print(f"{log.label:{width}} | {clean(text)}")
-    if not shown:
-        print("hpcrl: nothing has been logged there", file=sys.stderr)
-    return 0
+    return found
 
 
 # ---- which files

@@ -53,24 +53,31 @@ def stop(argv: list[str]) -> int:
     run = find_run(given)
     jobs = Jobs([run])
     found = look_at_run(run, jobs)
-    name = shorten_path(str(run.root))
+    name, word = shorten_path(str(run.root)), jobs.word(run)
+    in_queue = word is not None and not word.over  # its launcher looks for the file once it has come up
     if found.stop_asked:
         with contextlib.suppress(OSError):  # what was asked before this start would not hold for it
             os.utime(run.root / STOP, follow_symlinks=False)
         print(f"{name} is already stopping; to end it now: hpcrl cancel {name}")
         return 0
     if found.phase not in WORKING:
-        raise HpcrlError(f"{name} is not running: it is {_spell(found)}", _instead(found, name, jobs, run))
-    word = jobs.word(run)
-    in_queue = word is not None and not word.over  # its launcher looks for the file once it has come up
+        hint = "there is nothing to stop" if found.phase in OVER else f"see hpcrl logs {name}"
+        if found.phase in ("pending", "requeued") or in_queue:
+            hint = f"take its job out of the queue with hpcrl cancel {name}"
+        raise HpcrlError(f"{name} is not running: it is {_spell(found)}", hint)
     if run.state is None and not in_queue:
         if (process := owner(run.root)) is None:
             raise HpcrlError(
                 f"{name} seems to run, but not on this host", f"stop it there, or end it: hpcrl cancel {name}"
             )
         process.send_signal(signal.SIGTERM)
-        return record_request(name)
-    return request_stop(run, name)
+    else:
+        try:
+            touch(run.root / STOP)
+        except OSError as error:
+            raise HpcrlError(f"cannot write {run.root / STOP}: {error.strerror}", f"hpcrl cancel {name}") from error
+    print(f"asked {name} to save and end; hpcrl watch {name} shows when it has")
+    return 0
 
 
 def _refuse_of_another(run: Run) -> None:
@@ -92,29 +99,8 @@ def _later_jobs(run: Run) -> list[str]:
     return [key.job_id for key in reversed(keys) if (word := words.get(key)) and not word.over]
 
 
-def request_stop(run: Run, name: str) -> int:
-    try:
-        touch(run.root / STOP)
-    except OSError as error:
-        raise HpcrlError(f"cannot write {run.root / STOP}: {error.strerror}", f"hpcrl cancel {name}") from error
-    return record_request(name)
-
-
-def record_request(name: str) -> int:
-    print(f"asked {name} to save and end; hpcrl watch {name} shows when it has")
-    return 0
-
-
 def _spell(found: Status) -> str:
     return f"{found.phase} ({found.message})" if found.message and found.phase in ("pending", "lost") else found.phase
-
-
-def _instead(found: Status, name: str, jobs: Jobs, run: Run) -> str:
-    """What to do where stop can do nothing."""
-    word = jobs.word(run)
-    if found.phase in ("pending", "requeued") or (word and not word.over):
-        return f"take its job out of the queue with hpcrl cancel {name}"
-    return "there is nothing to stop" if found.phase in OVER else f"see hpcrl logs {name}"
 
 
 # ---- hpcrl cancel
