@@ -15,7 +15,7 @@ SAME = 100_000
 class Loads:
     """Requests in flight of every engine, by its number.
 
-    An engine that was dropped is given no more; those that it still has count for itself alone.
+    An engine that was dropped is given no more; those that it still has count nowhere here.
 
     Attributes:
         total: requests in flight of the engines that are not dropped.
@@ -35,7 +35,6 @@ class Loads:
         self._clock = clock
         self._busy = busy
         self._of: dict[int, int] = {}
-        self._dropped: dict[int, int] = {}  # of engines that still have some
         #: (begin, end) of the last busy time; end None while it lasts
         self._spell: dict[int, tuple[int, int | None]] = {}
         self._working = 0  # engines with requests
@@ -49,8 +48,8 @@ class Loads:
         return engine in self._of
 
     def __getitem__(self, engine: int) -> int:
-        """What it has in flight, dropped or not."""
-        return self._of[engine] if engine in self._of else self._dropped.get(engine, 0)
+        """What it has in flight; 0 of one that was dropped."""
+        return self._of.get(engine, 0)
 
     def add(self, engine: int) -> None:
         """One more engine, with nothing in flight."""
@@ -59,26 +58,18 @@ class Loads:
 
     def drop(self, engine: int) -> None:
         """An engine that is given no more; asked for twice, the second time does nothing."""
-        if engine not in self._of:
-            return
-        left = self._of[engine]
-        if left:
+        if engine in self._of:
             self._set(engine, 0)
-            self._dropped[engine] = left
-        self._account()
-        self._close(engine)
-        del self._of[engine]
+            self._account()
+            self._close(engine)
+            del self._of[engine]
 
     def move(self, engine: int, by: int) -> None:
         """`by` more requests in flight (or, negative, fewer); nothing for an engine that is not there."""
-        load = self[engine] + by
         if engine in self._of:
+            load = self._of[engine] + by
             assert load >= 0, f"engine {engine} has {load} requests in flight"
             self._set(engine, load)
-        elif engine in self._dropped:
-            self._dropped[engine] = load
-            if load <= 0:
-                del self._dropped[engine]
 
     def least(self) -> int:
         """The engine with fewest in flight; of several, the one that has been there longest."""

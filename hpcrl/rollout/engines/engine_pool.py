@@ -44,24 +44,20 @@ class PooledEngine:
     Attributes:
         head: headers of a request to it, with its key.
         number: ours alone.
+        in_flight: samples that it was asked for and has not answered.
     """
 
     index: int
     host: str
     address: Address
     log: str
-    loads: Loads
     model_len: int | None = None
     incarnation: int = 0
     number: int = 0
     head: dict[str, str] = field(default_factory=dict, repr=False)
+    in_flight: int = 0
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _urls: dict[str, URL] = field(default_factory=dict)
-
-    @property
-    def in_flight(self) -> int:
-        """Samples that it was asked for and has not answered."""
-        return self.loads[self.number]
 
     def at(self, path: str) -> URL:
         """The address of one of its routes, taken apart once."""
@@ -230,7 +226,6 @@ class EnginePool:
             member.host,
             member.address,
             self._log(index),
-            self.loads,
             member.model_len,
             member.incarnation,
             self._count,
@@ -331,6 +326,7 @@ class EnginePool:
     def _move(self, engine: PooledEngine, by: int) -> None:
         if self.turns is not None:
             self.turns.tell(Event.SEND if by > 0 else Event.ANSWER, abs(by))
+        engine.in_flight += by
         self.loads.move(engine.number, by)
 
     async def examine(self, engine: PooledEngine, trouble: str) -> None:

@@ -88,7 +88,7 @@ def bare_pool(engines: int, limit: int) -> EnginePool:
     plan: Any = SimpleNamespace(engines=(), external=())
     pool = EnginePool(SimpleNamespace(), plan, Options(rollout_server_concurrency=limit))  # type: ignore[arg-type]
     for index in range(engines):
-        pool._welcome(PooledEngine(index, "host", "http://host", "log", pool.loads, number=index))
+        pool._welcome(PooledEngine(index, "host", "http://host", "log", number=index))
     return pool
 
 
