@@ -100,17 +100,15 @@ def rewritten(recipe: str, name: str, task: str, model: str | None) -> str:
     if model is None:
         return text
     values = {"{model}": _quoted(str(as_given(model))), "{bf16}": json.dumps(Path("/dev/nvidiactl").exists())}
-    lines = _OWN_MODEL.sub(lambda found: _line(found["key"], values.get(found["value"], found["value"])), text)
+    none = "# this model needs no preparation"
+    line = lambda found: f"{found['key']} = {values.get(found['value'], found['value'])}"  # noqa: E731
+    lines = _OWN_MODEL.sub(lambda found: none if found["value"] == "leave out" else line(found), text)
     return re.sub(r"^# the model: .*$", "# the model", lines, count=1, flags=re.M)
 
 
 def _quoted(text: str) -> str:
     """A string of TOML, in which letters stay what they are."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _line(key: str, value: str) -> str:
-    return f"{key} = {value}" if value != "leave out" else "# this model needs no preparation"
 
 
 def not_installed(task: str) -> list[str]:

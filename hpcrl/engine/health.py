@@ -183,7 +183,7 @@ RECENT = 5.0  #: seconds before the last good health check in which a reason may
 #: what vLLM puts before a message: "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
 _PREFIX = re.compile(r"^(\([^)]*\) ?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-#: plain causes, most telling first; then any exception
+#: plain causes, most telling first; then any exception, also one of a module, whose name has another ending
 _CAUSES = (
     re.compile(r"^hpcrl\.errors\.\w+: \S"),  # our own, in a process of vLLM's: that one was written to be read
     re.compile(
@@ -192,17 +192,14 @@ _CAUSES = (
         re.IGNORECASE,
     ),
     re.compile(r"^Value error, "),  # pydantic: what is wrong stands below the exception's own line
-    re.compile(r"No space left on device", re.IGNORECASE),
-    re.compile(r"Address already in use", re.IGNORECASE),
     re.compile(
-        r"(not a valid model identifier|Cannot find any model weights|safetensors.*(not found|invalid)"
-        r"|architectures .* not supported)",
+        r"No space left on device|Address already in use|not a valid model identifier|Cannot find any model weights"
+        r"|safetensors.*(not found|invalid)|architectures .* not supported",
         re.IGNORECASE,
     ),
+    re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): \S"),
+    re.compile(r"^[a-z_]\w*(\.\w+)*\.[A-Z]\w*: \S"),
 )
-_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): \S")
-#: one of a module, whose name has another ending
-_OTHER_EXCEPTION = re.compile(r"^[a-z_]\w*(\.\w+)*\.[A-Z]\w*: \S")
 #: lines that only say that something else went wrong
 _EMPTY = re.compile(
     r"Engine core initialization failed|EngineDeadError|See root cause|Call to \w+ method failed|CancelledError"
@@ -255,7 +252,7 @@ def bare(line: str) -> str:
 def reason(lines: list[str]) -> str:
     """The most telling line: a known cause, else the last exception, else a note of a death; "" if there is none."""
     plain = [text for text in map(bare, lines) if text and not _EMPTY.search(text)]
-    for pattern in (*_CAUSES, _EXCEPTION, _OTHER_EXCEPTION):
+    for pattern in _CAUSES:
         if found := next((text for text in reversed(plain) if pattern.search(text)), None):
             return found
     return next((bare(line) for line in reversed(lines) if _DEATH.search(line)), "")

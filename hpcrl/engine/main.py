@@ -72,7 +72,8 @@ class EngineSupervisor:
             say(warning)
         os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: self._key_name()}
         self.key = read_key().decode()
-        self.made = Scratch("engine", _short_temporary())
+        usual = tempfile.gettempdir()  # paths of sockets may have 107 characters at most
+        self.made = Scratch("engine", Path(usual if len(usual) < 40 else SHORT))
         self.scratch = self.made.path
         self.memory = MemoryWatch()
         self.stopped = threading.Event()
@@ -185,7 +186,9 @@ class EngineSupervisor:
         self.shared |= leftovers(descendants())
         self.made.name(self.shared)  # for the process that cleans up after a supervisor that was killed
         self._keep_code(compiled=True)
-        self._leave_the_gpus()
+        if self.context.options.takes_turns:  # the trainer is to find the GPUs free
+            for event in (Event.UP, Event.SLEEP):
+                request_json(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
         publish(self.context.rundir, peer, self.context.index)
         version = request_json(self.address, "GET", "/version", 60)["version"]
         say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
@@ -198,12 +201,6 @@ class EngineSupervisor:
         """
         if self.code and not self.context.index:
             self.code.watch(compiled)
-
-    def _leave_the_gpus(self) -> None:
-        """With --colocate: sleep before the engine is published, so that the trainer finds the GPUs free."""
-        if self.context.options.takes_turns:
-            for event in (Event.UP, Event.SLEEP):
-                request_json(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
 
     def watch(self) -> None:
         """Return when told to stop.
@@ -282,12 +279,6 @@ class EngineSupervisor:
             self.code.finish()
         elif self.code and self.died and not was_up(self.context.rundir, self.context.index, self.context.incarnation):
             self.code.discard()
-
-
-def _short_temporary() -> Path:
-    """A directory for sockets, whose paths may have 107 characters at most."""
-    usual = tempfile.gettempdir()
-    return Path(usual if len(usual) < 40 else SHORT)
 
 
 def run(context: RoleContext) -> None:

@@ -29,18 +29,13 @@ NODE, MEETING = (
 def meet(context: RoleContext) -> MeetingPeer:
     """Choose the address at which the parts of this engine meet, and publish it."""
     host = context.plan.engines[context.index].at
-    port, rpc_port = _free_ports(host)
+    sockets = [bound_socket(host, 0) for _ in range(2)]
+    port, rpc_port = (found.getsockname()[1] for found in sockets)
+    for found in sockets:
+        found.close()  # vLLM binds them itself
     peer = MeetingPeer(host=host, port=port, rpc_port=rpc_port)
     publish(context.rundir, peer, context.index)
     return peer
-
-
-def _free_ports(host: str) -> tuple[int, int]:
-    sockets = [bound_socket(host, 0) for _ in range(2)]
-    first, second = (found.getsockname()[1] for found in sockets)
-    for found in sockets:
-        found.close()  # vLLM binds them itself
-    return first, second
 
 
 def variables(peer: MeetingPeer, node: int) -> dict[str, str]:

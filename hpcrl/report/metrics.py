@@ -69,7 +69,7 @@ class MetricsLog:
         self.path = rundir.metrics_file
         self.rundir = rundir
         self.events: EventFile | NoEvents | None = None
-        self._purge: int | None = None
+        self._purge: int | None = None  # the first step of TensorBoard's that comes again
         self._size = 0  # bytes that must be there
 
     def truncate(self, rollout_id: int) -> None:
@@ -80,22 +80,14 @@ class MetricsLog:
         """
         first = rollout_id if rollout_id > 0 else -1
         kept = [row for row in read_metrics(self.path) if row["rollout_id"] < first]
-        self._rewrite(kept, first + 1)
+        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._size = self.path.stat().st_size
+        self._purge = first + 1
         if lacking := set(range(rollout_id)) - {row["rollout_id"] for row in kept}:
             _note(
                 f"{self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, "
                 f"{min(lacking)} the first: {GONE}"
             )
-
-    def _rewrite(self, rows: Iterable[dict[str, Any]], purge: int) -> None:
-        """Have these records in the place of all that are logged.
-
-        Args:
-            purge: the first step of TensorBoard's that comes again.
-        """
-        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        self._size = self.path.stat().st_size
-        self._purge = purge
 
     def evaluated(self, rollout_id: int) -> bool:
         """Whether an evaluation after `rollout_id`, or a later one, is logged."""

@@ -236,17 +236,15 @@ def engine_table(views: EngineViews, now: float) -> str:
     Args:
         now: unix time.
     """
-    rows = [ENGINE_HEAD, *(_engine_row(view) for view in views.engines)]
+    rows = [ENGINE_HEAD]
+    for view in views.engines:
+        version = "-" if view.version is None else str(view.version)
+        rows.append((str(view.index), view.state, view.host, version, str(view.requests), str(view.restarts), view.why))
     widths = [max(len(row[i]) for row in rows) for i in range(len(ENGINE_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if now - views.time > OLD:
         lines.append(f"(as of {span(now - views.time)} ago)")
     return "\n".join(lines)
-
-
-def _engine_row(view: EngineView) -> tuple[str, ...]:
-    version = "-" if view.version is None else str(view.version)
-    return (str(view.index), view.state, view.host, version, str(view.requests), str(view.restarts), view.why)
 
 
 def engine_line(engines: Sequence[EngineView]) -> str:

@@ -257,7 +257,9 @@ def in_steps(batch: SampleBatch, steps: int, multiple: int) -> tuple[SampleBatch
     if len(order) == len(batch):
         return batch, sizes
     filling = _filling(batch)
-    return _joined(batch, filling).select(order), sizes
+    extra = {name: np.concatenate([batch.extra[name], filling.extra[name]]) for name in batch.extra}
+    columns = {name: np.concatenate([getattr(batch, name), getattr(filling, name)]) for name in ("rows", *REQUIRED)}
+    return SampleBatch(**columns, extra=extra).select(order), sizes
 
 
 def _filling(batch: SampleBatch) -> SampleBatch:
@@ -275,9 +277,3 @@ def _filling(batch: SampleBatch) -> SampleBatch:
         at = (batch.offsets_of(name)[:-1, None] + np.arange(most)).ravel()
         extra[name] = column[np.minimum(at, len(column) - 1)]
     return SampleBatch(rows, tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), versions, extra)
-
-
-def _joined(first: SampleBatch, second: SampleBatch) -> SampleBatch:
-    extra = {name: np.concatenate([first.extra[name], second.extra[name]]) for name in first.extra}
-    columns = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in ("rows", *REQUIRED)}
-    return SampleBatch(**columns, extra=extra)

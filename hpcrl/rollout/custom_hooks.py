@@ -159,22 +159,8 @@ class RolloutHooks:
     def has(self, name: str) -> bool:
         return name in self._own
 
-    @property
-    def rollout_function(self) -> Callable[..., Any] | None:
-        """What makes a rollout in place of hpcrl's own way."""
-        return self._only("rollout_function_path")
-
-    @property
-    def eval_function(self) -> Callable[..., Any] | None:
-        """What evaluates in place of hpcrl's own way."""
-        return self._only("eval_function_path")
-
-    @property
-    def data_source(self) -> Callable[..., Any] | None:
-        """The class that gives the prompts in place of files."""
-        return self._only("data_source_path")
-
-    def _only(self, name: str) -> Callable[..., Any] | None:
+    def only(self, name: str) -> Callable[..., Any] | None:
+        """The function, or class, of an option that takes one, if it is given."""
         return next(iter(self._own.get(name, ())), None)
 
     def _shown(self, name: str) -> str:

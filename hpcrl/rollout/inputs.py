@@ -60,8 +60,8 @@ class RolloutInputs:
 
     def _open_source(self, options: Options) -> None:
         """Where the prompts come from, and how many rollouts they make."""
-        if self.hooks.data_source is not None and not options.only_evaluates:
-            own = CustomSource(options, self.tokenizer, self.hooks.data_source)
+        if (made := self.hooks.only("data_source_path")) is not None and not options.only_evaluates:
+            own = CustomSource(options, self.tokenizer, made)
             self.source = own
             self.file = own.file()
             if (length := own.length()) is None and options.num_rollout is None:

@@ -98,7 +98,8 @@ class PolicyRollouts:
         look_at = functools.partial(read_metrics, self.pool) if self.options.never_waits else None
         self.groups = RolloutGenerator(self.options, self.store, self.sampler, client.abort, look_at, work.total)
         self.generator: RolloutGenerator | CustomGenerator | GeneratedAhead = self.groups
-        if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
+        function = work.hooks.only("rollout_function_path")
+        if function is not None and not isinstance(work.source, SavedRollouts):
             self.generator = CustomGenerator(self.options, self.store, self.sampler, function)
         self.generated_ahead: GeneratedAhead | None = None  # in the asynchronous loop that repeats bit for bit
         if self.options.runs_ahead and self.options.deterministic_mode:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox.inside.frames import IncomingMessages, Message, pack
@@ -47,33 +47,22 @@ class SandboxLost(HpcrlError):
     """
 
 
-class BytesWriter(Protocol):
-    """What a `BoxLine` writes to: an `asyncio.StreamWriter`, or what leads to another machine."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class BoxLine:
     """The user's end of a box.
 
     Attributes:
         pid: of the process that watches it; 0: it is of another machine.
-        number, reason: of a box of another machine: its number there, and why it has ended.
         lost: why it is of no use any more; "" while it is.
         layered: all of its image can be changed, for this box alone.
     """
 
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.pid = 0
-        self.reason = ""
         self.lost = ""
         self.layered = False
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}
-        self._writer: BytesWriter | None = None
+        self._writer: Any = None  # an `asyncio.StreamWriter`, or what leads to another machine
         self._task: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: socket.socket | None = None
@@ -153,7 +142,7 @@ class BoxLine:
         await asyncio.to_thread(self._process.wait, _ENDING)
         return said.decode(errors="replace")
 
-    def connect(self, reader: asyncio.StreamReader, writer: BytesWriter, layered: bool) -> None:
+    def connect(self, reader: asyncio.StreamReader, writer: Any, layered: bool) -> None:
         """Use a box that is ready, and that these lead to."""
         self._writer = writer
         self.layered = layered

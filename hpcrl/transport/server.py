@@ -125,7 +125,9 @@ class QueueServer:
         self._socket = self._context.socket(zmq.ROUTER)
         sockets.set_limits(self._socket, server=True)
         self._socket.router_mandatory = True  # a send to a peer that is gone is an error, not silence
-        public_key = self._lock()
+        keys = auth.server_keys(self._rundir)
+        self._door = auth.CurveAuthenticator(self._context, keys, say)
+        auth.lock_server(self._socket, keys)
         try:
             self._socket.bind(sockets.endpoint(host, 0))
         except zmq.ZMQError as error:
@@ -135,7 +137,7 @@ class QueueServer:
         port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
         self._spawn(self._listen())
         peer = RolloutPeer(
-            host=host, port=port, public_key=public_key, run_id=self._plan.run_id, attempt=self._plan.attempt
+            host=host, port=port, public_key=keys.public, run_id=self._plan.run_id, attempt=self._plan.attempt
         )
         publish(self._rundir, peer)
 
@@ -151,13 +153,6 @@ class QueueServer:
         self._socket.close()
         await asyncio.to_thread(self._context.term)
         self._context = None
-
-    def _lock(self) -> str:
-        """Admit the clients of this attempt only; the public key of this server."""
-        keys = auth.server_keys(self._rundir)
-        self._door = auth.CurveAuthenticator(self._context, keys, say)
-        auth.lock_server(self._socket, keys)
-        return keys.public
 
     def _rank_of(self, frame: zmq.Frame) -> Rank:
         """The rank that the connection behind `frame` belongs to."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +68,7 @@ class Assembly:
     ) -> None:
         self.receive_plan = receive_plan
         self.held = held
-        self.size = {name: self._count(name, tensor.shape) for name, tensor in self._tensors().items()}
+        self.size = {t.name: n for t in receive_plan.tensors if t.name in held and (n := self._count(t.name, t.shape))}
         self.missing: dict[str, int] = {}
         self.parts: dict[str, torch.Tensor] = {}
         self.borrowed: dict[str, BorrowedPart] = {}  #: of this round, not complete
@@ -103,9 +102,6 @@ class Assembly:
         return frozenset(
             tensors[index].name for index, turns in rounds.items() if len(turns) == 1 and len(tensors[index].shape) == 2
         )
-
-    def _tensors(self) -> dict[str, Any]:
-        return {t.name: t for t in self.receive_plan.tensors if t.name in self.held and self._count(t.name, t.shape)}
 
     def _count(self, name: str, shape: Sequence[int]) -> int:
         rows, columns = self.held[name]

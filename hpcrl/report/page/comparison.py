@@ -109,19 +109,13 @@ def facts(runs: Sequence[Compared], stage: str) -> Iterator[tuple[str, list[str]
     yield "steps", [NOTHING if one.status.step is None else str(one.status.step) for one in runs]
     rewards = [_mean(step_rows(one.logged(stage))[-WINDOW:], "rollout/reward") for one in runs]
     yield f"reward, last {WINDOW} steps", rewards
-    sets = dict.fromkeys(name for one in runs for row in one.logged(stage) for name in _accuracies(row))
-    for name in sets:
+    keys = dict.fromkeys(key for one in runs for row in one.logged(stage) for key in row)
+    for name in (match[1] for key in keys if (match := re.fullmatch(r"eval/(.+)/accuracy", key))):
         yield f"{visible(name)}, first", [_accuracy(one.logged(stage), name, 0) for one in runs]
         yield f"{visible(name)}, last", [_accuracy(one.logged(stage), name, -1) for one in runs]
     yield "seconds per step", [_mean(step_rows(one.logged(stage))[-WINDOW:], "perf/step_time") for one in runs]
     yield "allocated", [clock(one.spent.seconds) if one.spent.starts else NOTHING for one in runs]
     yield "directory", [visible(str(one.run.root)) for one in runs]
-
-
-def _accuracies(row: dict[str, Any]) -> Iterator[str]:
-    for name in row:
-        if match := re.fullmatch(r"eval/(.+)/accuracy", name):
-            yield match[1]
 
 
 def _accuracy(rows: Sequence[dict[str, Any]], name: str, which: int) -> str:
@@ -212,7 +206,8 @@ def side_by_side(runs: Sequence[Compared], name: str) -> Iterator[dict[str, Any]
         common = set.intersection(*(set(looks) for looks in read if looks)) if any(read) else set()
         if sum(bool(looks) for looks in read) < 2 or not common:
             continue
-        order = sorted(common, key=lambda key: (-_apart([looks[key] for looks in read if looks]), key))
+        rewards = {key: [looks[key].record.reward for looks in read if looks] for key in common}
+        order = sorted(common, key=lambda key: (min(rewards[key]) - max(rewards[key]), key))
         when = [NOTHING if step is None else after_steps(step) for step in last]
         yield {
             "title": visible(held),
@@ -226,11 +221,6 @@ def _by_prompt(stage: StageFiles | None, step: int | None, held: str) -> dict[tu
     if stage is None or step is None:
         return {}
     return {(as_text(look.record.prompt), look.record.index): look for look in read_looks(stage.root, step, held)}
-
-
-def _apart(looks: Sequence[Look]) -> float:
-    rewards = [look.record.reward for look in looks]
-    return max(rewards) - min(rewards)
 
 
 def _answers(prompt: str, looks: Sequence[Look | None]) -> dict[str, Any]:

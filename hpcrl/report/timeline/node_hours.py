@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hpcrl.plan import Host, Plan
 from hpcrl.report.run_files import Run, StageFiles, load_json
-from hpcrl.report.timeline.reading import Recorded, Span, Track
+from hpcrl.report.timeline.reading import Recorded, Track
 from hpcrl.report.timeline.spans import (
     ATTEMPT,
     BEGINS,
@@ -116,12 +116,13 @@ def node_hours(run: Run, recorded: Recorded) -> NodeHours:
         nodes: dict[str, int] = {}
         attempts = []
         for mark in launcher.named(BEGINS):
-            name, number = str(mark.more.get("stage", "")), int(mark.more.get("attempt", 0))
+            told = lambda span: (span.more.get("stage", ""), span.more.get("attempt", 0))  # noqa: E731
+            name, number = told(mark)
             if (stage := stages.get(name)) is None:
                 continue
             tracks = recorded.stages.get(name, [])
             own = [track for track in tracks if track.attempt == number]
-            over = next((span for span in launcher.named(ATTEMPT) if _same(span, name, number)), None)
+            over = next((span for span in launcher.named(ATTEMPT) if told(span) == (name, number)), None)
             until = over.end if over else max([end, *(track.end for track in own)])
             end = max(end, until)
             plan = load_json(stage.root / "attempts" / str(number) / "plan.json", Plan, run.notes)
@@ -131,10 +132,6 @@ def node_hours(run: Run, recorded: Recorded) -> NodeHours:
             attempts.append(_attempt(mark.begin, until, kept, plan, own, _next_start(tracks, number)))
         found.add(launcher.begin, end, nodes or {launcher.header.host: 0}, attempts)
     return found
-
-
-def _same(span: Span, stage: str, attempt: int) -> bool:
-    return span.more.get("stage", "") == stage and span.more.get("attempt") == attempt
 
 
 def hosts_of(stage: StageFiles, attempt: int, plan: Plan | None) -> Iterator[tuple[str, int]]:

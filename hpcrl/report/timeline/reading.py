@@ -212,7 +212,8 @@ def trace(tracks: Sequence[Track], title: str = "") -> dict[str, Any]:
         hosts.setdefault(track.name, track.header.host)
         for span in track.spans:
             owner = f"engine-{span.more.get('engine')}" if span.name == GENERATE else track.name
-            by_track.setdefault(owner, []).append(_of(span, track.attempt))
+            of = {} if track.attempt is None else {"attempt": track.attempt}
+            by_track.setdefault(owner, []).append(span._replace(more=of | span.more))
     events: list[dict[str, Any]] = []
     for number, name in enumerate(sorted(by_track, key=order), 1):
         where = f" ({hosts[name]})" if hosts.get(name) and hosts[name] not in name else ""
@@ -223,10 +224,6 @@ def trace(tracks: Sequence[Track], title: str = "") -> dict[str, Any]:
         ]
     about = {"title": title, "began": first / 1e6, "clock": "the file system's that holds the run directory"}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
-
-
-def _of(span: Span, attempt: int | None) -> Span:
-    return span if attempt is None else span._replace(more={"attempt": attempt} | span.more)
 
 
 def _events(spans: Iterable[Span], process: int, first: int) -> Iterator[dict[str, Any]]:

@@ -75,7 +75,8 @@ def check_tracker(tracker: str) -> None:
     if tracker not in TRACKERS:
         raise UsageError(f"--to {tracker} is not a tracker", TRACKERS.hint(tracker))
     needed = TRACKERS.literals(tracker, {"NEEDS": (tracker,)})["NEEDS"]
-    if lacking := [name for name in needed if not _installed(name)]:
+    # a directory of that name, such as what it has written, is no package
+    if lacking := [name for name in needed if getattr(importlib.util.find_spec(name), "origin", None) is None]:
         raise UsageError(f"{', '.join(lacking)} is not installed here", f"pip install 'hpcrl[{tracker}]'")
 
 
@@ -128,12 +129,6 @@ class Sender:
         self._stack.close()
 
 
-def _installed(name: str) -> bool:
-    """Whether the package is there, and not only a directory of that name, such as what it has written."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None
-
-
 def without_secrets(value: Any, name: str = "") -> Any:
     """A value of the options, as far as others may see it."""
     if isinstance(value, dict):
@@ -155,7 +150,10 @@ def _tracked(
 ) -> TrackedStage:
     options = without_secrets(load_json(stage.root / "options.json", dict[str, Any], run.notes) or {})
     name = f"{run.root.name}/{stage.name}" if stage.name else run.root.name
-    values = [(row["rollout_id"] + 1, _numbers(row)) for row in rows]
+    logged = [(row["rollout_id"] + 1, row.items()) for row in rows]
+    values = [
+        (step, {k: float(v) for k, v in row if k not in ("rollout_id", "time") and number(v)}) for step, row in logged
+    ]
     identity = hashlib.sha256(f"{_identity(run.root)}/{stage.name}".encode()).hexdigest()[:16]
     project = str(options.get("wandb_project") or options.get("name") or "hpcrl")
     return TrackedStage(stage.root, project, name, identity, options, sorted(values, key=lambda pair: pair[0]),
@@ -168,10 +166,6 @@ def _identity(root: Path) -> str:
         return read_recipe_file(root).identity
     except HpcrlError:
         return str(root)
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if name not in ("rollout_id", "time") and number(value)}
 
 
 def _samples(stage: StageFiles) -> list[list[Any]]:

@@ -174,8 +174,10 @@ def _sides(shape: Shape) -> Tree | None:
 
 def _equations(a: Shape, b: Shape) -> bool:
     """Two equations are the same if one is a multiple of the other; an equation without variables is only itself."""
-    if isinstance(a, Equation) and isinstance(b, Equation) and _same_sides(a, b):
-        return True
+    if isinstance(a, Equation) and isinstance(b, Equation):
+        sides = [{canonical(one.left), canonical(one.right)} for one in (a, b)]
+        if sides[0] == sides[1]:
+            return True
     try:
         left, right = _sides(a), _sides(b)
         if left is None or right is None or not symbols(left) or symbols(left) != symbols(right):
@@ -183,11 +185,6 @@ def _equations(a: Shape, b: Shape) -> bool:
         return proportional(left, right)
     except Unknown:
         return False
-
-
-def _same_sides(a: Equation, b: Equation) -> bool:
-    pairs = {canonical(a.left), canonical(a.right)}, {canonical(b.left), canonical(b.right)}
-    return pairs[0] == pairs[1]
 
 
 def _relations(a: Shape, b: Shape) -> bool:

@@ -45,7 +45,8 @@ def _last_box(text: str) -> str | None:
         return None
     opened: list[tuple[int, bool]] = []  # (where the content begins, whether it is boxed) of every open brace
     start, content = -1, None
-    for found in _TOKENS.finditer(text, _safe_start(text, begins[0])):
+    box = begins[0]  # read as one from where the backslashes begin that may escape its own
+    for found in _TOKENS.finditer(text, len(text[:box].rstrip("\\"))):
         token = found.group()
         if found[1]:
             start, content = found.start(), found[1]
@@ -57,13 +58,6 @@ def _last_box(text: str) -> str | None:
                 start = begin
                 content = text[begin : found.start()].strip()
     return content
-
-
-def _safe_start(text: str, box: int) -> int:
-    r"""Where to begin reading so that the box at `box` is read as one: the backslashes before it may escape its own."""
-    while box and text[box - 1] == "\\":
-        box -= 1
-    return box
 
 
 def right_answers(label: Any) -> list[str]:

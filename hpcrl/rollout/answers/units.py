@@ -171,7 +171,8 @@ def read_unit(words: str, power: int = 1) -> Unit:
             continue
         raised = sign * square * int(found[2] or 1) * power
         known = _UNITS.get(word) or _UNITS.get(word.removesuffix("s"))
-        name, each = known or (_singular(word), Fraction(1))
+        plural = len(word) > 3 and word.endswith("s") and not word.endswith("ss")
+        name, each = known or (word[:-1] if plural else word, Fraction(1))
         dimension[name] = dimension.get(name, 0) + raised
         factor *= each**raised
         square = 1
@@ -179,10 +180,6 @@ def read_unit(words: str, power: int = 1) -> Unit:
         dimension[_LENGTH] = dimension.get(_LENGTH, 0) + 3 * dimension[_VOLUME]
         factor *= Fraction(1, 1000) ** dimension.pop(_VOLUME)
     return Unit(tuple(sorted((name, n) for name, n in dimension.items() if n)), factor)
-
-
-def _singular(word: str) -> str:
-    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 
 def factors(a: Unit | None, b: Unit | None) -> tuple[Fraction, Fraction] | None:

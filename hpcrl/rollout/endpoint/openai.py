@@ -101,8 +101,9 @@ def _chat_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) ->
     if not body.get("logprobs"):
         return None
     rows = [
-        {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
-        for text, value in zip(_texts(tokenizer, turn), turn.logprobs.tolist(), strict=True)
+        # the text of a token that is part of a character alone does not say which bytes it has
+        {"token": text, "logprob": v, "bytes": None if "\ufffd" in text else [*text.encode()], "top_logprobs": []}
+        for text, v in zip(_texts(tokenizer, turn), turn.logprobs.tolist(), strict=True)
     ]
     return {"content": rows, "refusal": None}
 
@@ -116,11 +117,6 @@ def _completion_logprobs(tokenizer: Tokenizer, turn: Turn) -> dict[str, Any]:
 
 def _texts(tokenizer: Tokenizer, turn: Turn) -> list[str]:
     return [tokenizer.spell(token) for token in turn.tokens.tolist()]
-
-
-def _bytes(text: str) -> list[int] | None:
-    """None for a token that is part of a character alone: its text does not say which."""
-    return None if "\ufffd" in text else list(text.encode())
 
 
 # ---- as server-sent events

@@ -20,7 +20,6 @@ import numpy as np
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.chat import Dialogue
 from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, history_of
-from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -132,15 +131,12 @@ class Session:
         if found.status == ABORTED:
             self.ended = True
             raise BadRequest("the response was ended early: it is not needed any more", "ended_early")
-        self._keep(ids, found, number)
-        finish = LENGTH if found.status == TRUNCATED else STOP
-        return Turn(found.tokens, found.logprobs, found.versions, finish, self.text(found.tokens))
-
-    def _keep(self, ids: np.ndarray, found: Completion, number: int) -> None:
         recent = dict.fromkeys(turn.history for turn in self.turns[: -RECENT - 1 : -1])
         at = bisect(self._numbers, number)
         self._numbers.insert(at, number)
         self.turns.insert(at, history_of(ids, recent).grow(ids, found))
+        finish = LENGTH if found.status == TRUNCATED else STOP
+        return Turn(found.tokens, found.logprobs, found.versions, finish, self.text(found.tokens))
 
     def text(self, tokens: np.ndarray, skip_special: bool = False) -> str:
         """A turn's text, without the token that ended it.

@@ -60,7 +60,7 @@ class EvaluationService:
         self._own: CustomEvaluator | None = None
         if work.held_out:
             self._evaluator = Evaluator(options, work.tokenizer, client, work.grading, work.custom)
-            if (own := work.hooks.eval_function) is not None:
+            if (own := work.hooks.only("eval_function_path")) is not None:
                 self._own = CustomEvaluator(options, self._evaluator, work.held_out, own)
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._to_the_end = False  # a stop does not end it: nothing comes after it, or no resumed run makes up for it

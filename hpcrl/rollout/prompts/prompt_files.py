@@ -247,7 +247,9 @@ class Drawn(Sequence[Prompt]):
             unsure: dict[int, RenderedRow] = {}
             for at in range(begin, min(begin + CHUNK, len(self._rows))):
                 row = self._row(at)
-                self._note_type(at, row)
+                name = row.metadata.get("rm_type") if self._reading.keys.own_types else None
+                if name is not None and name.strip():
+                    self.types.setdefault(name.strip(), self._rows.where(at))
                 text = self._render(at, row)
                 parts = (text.prompt, *(piece.text for target in text.targets for piece in target))
                 if max(map(len, parts)) > MOST_TEXT:
@@ -262,11 +264,6 @@ class Drawn(Sequence[Prompt]):
 
     def _row(self, at: int) -> PromptRow:
         return read_row(self._rows.where(at), self._rows[at], self._reading.keys)
-
-    def _note_type(self, at: int, row: PromptRow) -> None:
-        name = row.metadata.get("rm_type") if self._reading.keys.own_types else None
-        if name is not None and name.strip():
-            self.types.setdefault(name.strip(), self._rows.where(at))
 
     def _render(self, at: int, row: PromptRow) -> RenderedRow:
         try:

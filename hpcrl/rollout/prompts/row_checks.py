@@ -236,7 +236,9 @@ def label_fault(label: Any, kinds: Sequence[str]) -> str:
 def _prompt(where: str, prompt: Any, keys: Keys) -> tuple[str | None, Messages | None]:
     """The prompt as text, or as chat messages where a template is to render them."""
     if isinstance(prompt, list):
-        messages = _messages(where, prompt)
+        if not prompt:
+            raise DataError(f"{where}: the prompt is an empty list")
+        messages = [_message(where, message) for message in prompt]
         if not keys.chat_template:
             raise DataError(f"{where}: the prompt is a list of chat messages", "give --apply-chat-template")
         if keys.conversation and messages[-1]["role"] != ASSISTANT:
@@ -253,12 +255,6 @@ def _prompt(where: str, prompt: Any, keys: Keys) -> tuple[str | None, Messages |
             f"{where}: the prompt is text, there is no turn of an assistant to learn", "name the response: --label-key"
         )
     return (None, [{"role": "user", "content": prompt}]) if keys.chat_template else (prompt, None)
-
-
-def _messages(where: str, messages: list[Any]) -> Messages:
-    if not messages:
-        raise DataError(f"{where}: the prompt is an empty list")
-    return [_message(where, message) for message in messages]
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:

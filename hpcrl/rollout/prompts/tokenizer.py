@@ -59,13 +59,6 @@ class Tokenizer:
         self.unknown: int | None = self._hf.unk_token_id
         self.template_kwargs: dict[str, Any] = {}
         self._visible: dict[str, bool] = {}  # character -> whether it has a token
-        self._check_vocabulary()
-        generation = read_object(self.directory, "generation_config.json") or {}
-        self.eos_ids = frozenset(
-            _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")) | _ids(self._hf.eos_token_id)
-        )
-
-    def _check_vocabulary(self) -> None:
         largest = max(self._hf.get_vocab().values(), default=-1)
         if largest >= self.vocab_size:
             raise DataError(
@@ -73,6 +66,10 @@ class Tokenizer:
                 f"model's vocab_size is {self.vocab_size}",
                 "give --hf-checkpoint a directory whose tokenizer and config belong together",
             )
+        generation = read_object(self.directory, "generation_config.json") or {}
+        self.eos_ids = frozenset(
+            _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")) | _ids(self._hf.eos_token_id)
+        )
 
     def need_template(self) -> None:
         """Raise DataError if there is no chat template.
@@ -183,7 +180,8 @@ class Tokenizer:
         usually) is not part of a response.  Where the template does not begin an answered chat with the text of the
         unanswered one, or without a template (messages None), it is the label itself.
         """
-        label = self._without_eos(label)
+        for text in self.end_texts():
+            label = label.removesuffix(text)
         if messages is None:
             return label
         whole = self.render([*messages, {"role": "assistant", "content": label}], False, tools)
@@ -211,11 +209,6 @@ class Tokenizer:
     def end_texts(self) -> list[str]:
         """The text of each token that ends a response."""
         return [text for text in self._hf.convert_ids_to_tokens(sorted(self.eos_ids)) if text]
-
-    def _without_eos(self, label: str) -> str:
-        for text in self.end_texts():
-            label = label.removesuffix(text)
-        return label
 
 
 def load_tokenizer(directory: str | None) -> Tokenizer:

@@ -61,8 +61,10 @@ _INSIDE = re.compile(r"(?:\\text[a-z]*\s*\{)?[\s*]*\(?([A-Za-z])\)?[.:]?[\s*]*\}
 
 
 def reward(options: Options, sample: Sample) -> float:
-    choices = _choices(sample.metadata)
-    letters = _letters(sample.metadata, choices)
+    given = sample.metadata.get("choices") or []
+    choices = [str(text) for text in (given.values() if isinstance(given, dict) else given)]
+    letters = "".join(str(letter).upper() for letter in sample.metadata.get("valid_letters") or ())
+    letters = letters or string.ascii_uppercase[: len(choices) or 10]
     right = _right_letter(sample.label, sample.metadata, choices, letters)
     response = sample.response.rpartition("</think>")[2]
     if right is not None and (chosen := choice(response, letters)) is not None:
@@ -73,18 +75,6 @@ def reward(options: Options, sample: Sample) -> float:
         if f" {other} " in said and not any(f" {other} " in f" {text} " for text in texts):
             return 0.0
     return float(any(f" {text} " in said for text in texts))
-
-
-def _choices(metadata: dict[str, Any]) -> list[str]:
-    found = metadata.get("choices") or []
-    return [str(text) for text in (found.values() if isinstance(found, dict) else found)]
-
-
-def _letters(metadata: dict[str, Any], choices: list[str]) -> str:
-    """The letters that may be chosen, as one text."""
-    if given := metadata.get("valid_letters"):
-        return "".join(str(letter).upper() for letter in given)
-    return string.ascii_uppercase[: len(choices) or 10]
 
 
 def _right_letter(label: Any, metadata: dict[str, Any], choices: list[str], letters: str) -> str | None:

@@ -98,7 +98,10 @@ class CustomSampler:
             await self._grade(asked, found)
             return found
         making = ResponseContext(self._sampling(asked), self._seed(asked), asked.version)
-        prompt = self._prompt(asked)
+        each, key = self._options.n_samples_per_prompt, self._options.reward_key
+        if asked.held_out:
+            each, key = asked.held_out.n_samples_per_prompt, asked.held_out.by.key
+        prompt = pending_sample(asked.group.number, asked.index, asked.group.prompt, each, key)
         done, found = await with_retries(
             lambda patience: self._call(asked, making, prompt, patience),
             lambda result: result[0].failure if result[0] else "",
@@ -119,19 +122,8 @@ class CustomSampler:
         return replace(sampling, temperature=0.0) if asked.index == GREEDY else sampling
 
     def _seed(self, asked: ResponseRequest) -> tuple[object, ...]:
-        seed = self._options.rollout_seed
-        number = asked.group.number
-        index = asked.index
-        if asked.held_out:
-            return "evaluate", seed, asked.held_out.name, number, index
-        return "train", seed, asked.rollout_id, number, index
-
-    def _prompt(self, asked: ResponseRequest) -> Sample:
-        """The prompt as a sample that has no response yet."""
-        each, key = self._options.n_samples_per_prompt, self._options.reward_key
-        if asked.held_out:
-            each, key = asked.held_out.n_samples_per_prompt, asked.held_out.by.key
-        return pending_sample(asked.group.number, asked.index, asked.group.prompt, each, key)
+        what = ("evaluate", asked.held_out.name) if asked.held_out else ("train", asked.rollout_id)
+        return what[0], self._options.rollout_seed, what[1], asked.group.number, asked.index
 
     # ---- the call
 

@@ -101,7 +101,9 @@ class BoxInit:
                 os.read(self._children, 1 << 10)
             self._reap()
             self._answer_what_is_due()
-            self._send()
+            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                while self._unsent:
+                    del self._unsent[: self._talk.send(self._unsent[: 1 << 18])]
 
     def _poll(self) -> dict[int, int]:
         """What can be read or written, within the time of the next deadline."""
@@ -165,11 +167,6 @@ class BoxInit:
 
     def _answer(self, question: int, head: dict[str, Any], body: bytes = b"") -> None:
         self._unsent += frames.pack(head | {"n": question}, body)
-
-    def _send(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._unsent:
-                del self._unsent[: self._talk.send(self._unsent[: 1 << 18])]
 
     # ---- questions; what returns None is answered later
 

@@ -58,7 +58,7 @@ class _RemoteBox:
         self.path = f"boxes/{number}"
         self._node = node
         self._reader = asyncio.StreamReader()
-        self.line = BoxLine(number)
+        self.line = BoxLine()
         self.line.connect(self._reader, self, layered)
 
     def write(self, data: bytes) -> None:
