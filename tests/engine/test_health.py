@@ -132,5 +132,5 @@ def test_call_lasts_as_long_as_its_caller_waits(tmp_path: Path) -> None:
         request_json(address, "POST", "/collective_rpc", 3, {"method": "take_long", "args": ["600"]})
     code, message = engines.ended()
     assert code != 0 and time.monotonic() - begun < 60
-    assert "engine 0 on 127.0.0.1" in message and "core has been busy with /collective_rpc for" in message
+    assert "engine 0 on 127.0.0.1" in message and "busy with /collective_rpc for" in message
     assert gone(pids)

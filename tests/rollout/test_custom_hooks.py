@@ -245,7 +245,7 @@ def test_train_data_is_samples_or_slimes() -> None:
         ({"custom_reward_post_process_path": "nothing"}, "returned None; two lists"),
         (
             {"custom_convert_samples_to_train_data_path": "nothing"},
-            "returned NoneType, expected train data",
+            "NoneType, expected train data",
         ),
         (
             {"custom_convert_samples_to_train_data_path": "too_few"},

@@ -142,7 +142,7 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
             served.late = True
             await until(lambda: state() == "joining 2")
             end = end_of(context.rundir, 1, 1)
-            assert end and "core has been busy with /update_weights for 9 s, of 8 (--update-timeout)" in end.why
+            assert end and "busy with /update_weights for 9 s, of 8 (--update-timeout)" in end.why
             served.core = False
             await until(lambda: state() == "gone 2")
             assert "no sign of life" in member.why, "a core that answers nothing is a hung engine"

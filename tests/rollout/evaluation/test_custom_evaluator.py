@@ -216,7 +216,7 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ("none", "returned no number"),
         ("rewards", "set a, returned [1.0, inf]"),
         ("beside", "set a, returned 1 rewards for 6"),
-        ("metrics", "returned the metric 'solved', expected SET/NAME"),
+        ("metrics", "metric 'solved', expected SET/NAME"),
         ("raises", "raised AttributeError: 'Sample' object"),
     ],
 )

@@ -98,7 +98,7 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
     ("how", "words"),
     [
         ("few", "returned list of 3, expected a list of 4 groups"),
-        ("nothing", "returned NoneType, expected a list"),
+        ("nothing", "NoneType, expected a list"),
         ("twice", "or one twice"),
         ("pending", "status=pending, response_length=4): it must"),
         ("nan", "the reward to nan"),
