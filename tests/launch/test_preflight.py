@@ -134,6 +134,13 @@ def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:
         (folder / "empty").mkdir()
         (folder / "empty" / name).touch()
         assert not absent([Options(load="empty", hf_checkpoint="model")], HostView()), name
+    (folder / "run" / "last").mkdir(parents=True)
+    (folder / "run" / "last" / "options.json").write_text("{}")
+    run = Options(load="run", hf_checkpoint="model")
+    assert [error.what for error in absent([run], HostView())] == [f"--load run holds no {TRACKER} and no config.json"]
+    (folder / "run" / "last" / "checkpoints").mkdir()
+    (folder / "run" / "last" / "checkpoints" / TRACKER).touch()
+    assert not absent([run], HostView()), "a run with a checkpoint"
 
 
 def test_missing_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ REASONS = {
     "JobHoldMaxRequeue": "held: requeued too often; release it with scontrol release",
     "JobLaunchFailure": "held: its last start failed; release it with scontrol release",
     "launch_failed_requeued_held": "held: its last start failed; release it with scontrol release",
+    "job_requeued_in_held_state": "held: its batch process was killed; release it with scontrol release",
     "NodeDown": "a node that it needs is down",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition takes no jobs now",
