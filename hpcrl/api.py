@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import msgspec
 
-from hpcrl.cli.find_run import Ending, Jobs, find_run, look_at_run
+from hpcrl.cli.find_run import Ending, find_run, look_at_run
 from hpcrl.cli.init import write_folder
 from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
@@ -35,7 +35,6 @@ from hpcrl.report.run_files import Run, StageFiles, entries, load_json
 from hpcrl.report.run_status import Status
 from hpcrl.run.started_runs import is_run
 from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.liveness import LastSign
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import as_given, open_append, open_regular
 
@@ -326,11 +325,9 @@ class OpenRun:
             TimeoutError: if it has not within `timeout` seconds.
         """
         deadline = Deadline(math.inf if timeout is None else timeout)
-        ending, jobs, asked = Ending(), Jobs([Run(self.root)]), LastSign()
+        ending = Ending()
         while True:
-            if asked.due(ending.interval):
-                jobs = Jobs([Run(self.root)])
-            found = look_at_run(Run(self.root), jobs)
+            found = ending.look(Run(self.root))
             if ending.sure(found):
                 return found
             if deadline.over:

@@ -110,11 +110,21 @@ class Ending:
 
     def __init__(self) -> None:
         self.since: LastSign | None = None
+        self._jobs: Jobs | None = None
+        self._asked = LastSign()
 
     @property
     def interval(self) -> float:
         """Seconds after which Slurm should be asked again."""
+        if self._jobs and self._jobs.note:
+            return 60.0
         return ASK if self.since is None else PATIENCE / 2
+
+    def look(self, run: Run) -> Status:
+        """The status of the run, for which Slurm is asked now and then."""
+        if self._asked.due(self.interval) or self._jobs is None:
+            self._jobs = Jobs([run])
+        return look_at_run(run, self._jobs)
 
     def sure(self, found: Status) -> bool:
         """Whether the run has ended, as all looks of the last PATIENCE seconds had it."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli.find_run import Ending, Jobs, find_run, look_at_run
+from hpcrl.cli.find_run import Ending, find_run
 from hpcrl.errors import UsageError
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
@@ -204,10 +204,9 @@ def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, Fil
         tails: the files whose last lines are shown already.
         old: all that were there then.
     """
-    jobs = Jobs([Run(root)])
-    asked = looked = quiet = time.monotonic()
+    looked = quiet = time.monotonic()
     ending, width = Ending(), 0
-    found = look_at_run(Run(root), jobs)
+    found = ending.look(Run(root))
     while True:
         run, now = Run(root), time.monotonic()
         for log in chosen(logs_of(run), role, host):
@@ -216,10 +215,8 @@ def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, Fil
             for text in tails[log.path].new() if log.path in tails else ():
                 width, quiet = max(width, len(log.label)), now
                 print(f"{log.label:{width}} | {clean(text)}", flush=True)
-        if now - asked > (60.0 if jobs.note else ending.interval):
-            jobs, asked = Jobs([run]), now
         if now - looked > EVERY:
-            found, looked = look_at_run(run, jobs), now
+            found, looked = ending.look(run), now
         if ending.sure(found) and now - quiet > SETTLE:
             print(f"hpcrl: the run has ended: {found.phase}", file=sys.stderr)
             return

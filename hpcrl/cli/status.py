@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.cli.find_run import Ending, Jobs, all_runs, find_run, look_at_run, look_at_runs
+from hpcrl.cli.find_run import Ending, all_runs, find_run, look_at_run, look_at_runs
 from hpcrl.errors import Interrupted
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
@@ -86,14 +86,9 @@ def watch_run(root: Path) -> int:
     from hpcrl.report.terminal import LivePage
 
     with LivePage(sys.stdout) if on_terminal(sys.stdout) else Lines() as view:
-        jobs = Jobs([Run(root)])
-        asked = time.monotonic()
         ending = Ending()
         while True:
-            now = time.monotonic()
-            if now - asked > (60.0 if jobs.note else ending.interval):
-                jobs, asked = Jobs([Run(root)]), now
-            found = look_at_run(Run(root), jobs)
+            found = ending.look(Run(root))
             view.show(found)
             if ending.sure(found):
                 return EXIT[found.phase]
