@@ -15,10 +15,8 @@ from the key it holds, never from what it says.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
-import os
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,7 +30,7 @@ from zmq.utils import z85
 
 from hpcrl.errors import HpcrlError
 from hpcrl.run.peers import EnginePeer, peer_file, read_published
-from hpcrl.run.rundir import RunDir, write_atomic, write_unread
+from hpcrl.run.rundir import RunDir, write_atomic, write_first, write_unread
 from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.retry import Pauses
 from hpcrl.utils.untrusted_files import read_regular
@@ -109,13 +107,8 @@ def make_engine_keys(folder: Path) -> None:
     """The key of engines that serve one run after another, unless `folder` has it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    at = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(at, fcntl.LOCK_EX)  # several may be served at once
-        if not (folder / HTTP_KEY).exists():
-            write_atomic(folder / HTTP_KEY, secrets.token_hex(32).encode())
-    finally:
-        os.close(at)
+    write_first(folder / HTTP_KEY, secrets.token_hex(32).encode())  # several may be served at once
+    (folder / HTTP_KEY).chmod(0o600)
 
 
 def lend_keys(folder: Path, address: str, to: Path) -> None:

@@ -15,6 +15,13 @@ import numpy as np
 from hpcrl.rollout.engines.completion import Completion
 
 
+def alike(first: np.ndarray, second: np.ndarray) -> int:
+    """With how many of the same tokens both begin."""
+    length = min(len(first), len(second))
+    equal = first[:length] == second[:length]
+    return length if equal.all() else int(np.argmin(equal))
+
+
 @dataclass(eq=False)
 class History:
     """Tokens that the policy was asked with, each time with more, and what it said between them.
@@ -31,12 +38,6 @@ class History:
     def read(self) -> int:
         """Tokens whose experts are known, from the first on."""
         return sum(map(len, self.experts))
-
-    def alike(self, ids: np.ndarray) -> int:
-        """With how many of its tokens others begin."""
-        length = min(len(self.tokens), len(ids))
-        equal = self.tokens[:length] == ids[:length]
-        return length if equal.all() else int(np.argmin(equal))
 
     def choices(self, count: int) -> np.ndarray:
         """The experts of the first `count` tokens, of at least one."""
@@ -73,8 +74,8 @@ def history_of(ids: np.ndarray, known: Iterable[History]) -> History:
     """The one that begins `ids`, or a new one, with a copy of what it shares with the one most like it."""
     shared, best = 0, None
     for history in known:
-        if (alike := history.alike(ids)) > shared:
-            shared, best = alike, history
+        if (same := alike(history.tokens, ids)) > shared:
+            shared, best = same, history
     if best is not None and shared == len(best.tokens):
         return best
     read = min(shared, best.read) if best is not None else 0
@@ -87,6 +88,6 @@ def choices_of(tokens: np.ndarray, turns: Iterable[AskedTurn]) -> np.ndarray | N
     None if there is none: the policy was not asked with exactly these.
     """
     for history in dict.fromkeys(turn.history for turn in turns):
-        if 0 < len(tokens) <= history.read and history.alike(tokens) == len(tokens):
+        if 0 < len(tokens) <= history.read and alike(history.tokens, tokens) == len(tokens):
             return history.choices(len(tokens))
     return None

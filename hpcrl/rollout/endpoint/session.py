@@ -56,16 +56,12 @@ class ResponseContext:
 
     Attributes:
         seed: what its noise depends on.
-        version: the policy's; room: tokens of a response at most, over all turns.
+        version: the policy's.
     """
 
     sampling: Sampling
     seed: tuple[object, ...]
     version: int
-
-    @property
-    def room(self) -> int:
-        return self.sampling.max_tokens
 
 
 @dataclass

@@ -118,11 +118,11 @@ async def take_turn(
     known = any(dialogue is other for other in session.dialogues)
     if not known and len(session.dialogues) >= DIALOGUES:
         raise BadRequest(f"more than {DIALOGUES} conversations in one response", "rate_limit_exceeded")
-    room = session.making.room - trajectory.response_length - len(told)
+    room = session.making.sampling.max_tokens - trajectory.response_length - len(told)
     dialogue.busy = True
     try:
         if room < 1:
-            used = f"the {session.making.room} tokens of --rollout-max-response-len are used up"
+            used = f"the {session.making.sampling.max_tokens} tokens of --rollout-max-response-len are used up"
             raise BadRequest(f"{FULL_WORDS} reached: {used}", FULL)
         most = min(room, params.get("max_new_tokens", room))
         turn = await session.sample_turn([*trajectory.tokens, *told], params | {"max_new_tokens": most}, logprobs)

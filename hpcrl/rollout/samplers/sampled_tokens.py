@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcrl.rollout.endpoint.recorded_turns import AskedTurn
+from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, alike
 from hpcrl.rollout.endpoint.session import Session
 from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.worker_messages import ERROR, CustomResult
@@ -95,20 +95,13 @@ def _parts(tokens: np.ndarray, count: int, turns: Sequence[AskedTurn]) -> list[S
     prompt, at = len(tokens) - count, 0
     while at < count:
         here = prompt + at
-        alike = [
-            (_alike(turns[number].answer.tokens, tokens[here:]), -number)
+        found_here = [
+            (alike(turns[number].answer.tokens, tokens[here:]), -number)
             for number in by_length.get(here, ())
             if np.array_equal(turns[number].tokens, tokens[:here])
         ]
-        length, last = max(alike, default=(0, 0))
+        length, last = max(found_here, default=(0, 0))
         if length:
             found.append(SampledPart(-last, at, length))
         at += max(length, 1)
     return found
-
-
-def _alike(answer: np.ndarray, tokens: np.ndarray) -> int:
-    """With how many of an answer's tokens others begin."""
-    length = min(len(answer), len(tokens))
-    equal = answer[:length] == tokens[:length]
-    return length if equal.all() else int(np.argmin(equal))

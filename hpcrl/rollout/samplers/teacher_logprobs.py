@@ -43,18 +43,6 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
-
-
 class Teacher:
     """Asks the server; keeps its connections."""
 
@@ -82,7 +70,7 @@ class Teacher:
             UsageError: if it does not serve --opd-teacher-model.
             DataError: if a token is another.
         """
-        known = [model.id for model in msgspec.convert(await self._server.request_json("/v1/models"), _Models).data]
+        known = [str(model["id"]) for model in (await self._server.request_json("/v1/models"))["data"]]
         if self._model is None:
             self._model = known[0] if known else ""
         if self._model not in known:
@@ -99,9 +87,7 @@ class Teacher:
         (own,) = self._tokenizer.encode([text])
         try:
             body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-            theirs = msgspec.convert(
-                await self._server.request_json("/tokenize", msgspec.json.encode(body)), _Tokens
-            ).tokens
+            theirs = (await self._server.request_json("/tokenize", msgspec.json.encode(body)))["tokens"]
         except StatusError as error:
             say(
                 f"{self} has no /tokenize (HTTP {error.status}): whether its tokens are the student's could not be "
