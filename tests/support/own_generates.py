@@ -154,7 +154,8 @@ async def loses_its_sandbox(args: Any, sample: Sample, sampling_params: dict[str
         found = await at_the_engine(args, sample, sampling_params)
         if sample.response_index == 0 or _calls[sample.response_index] == 1:
             for line in default_pool()._lines:
-                os.kill(line.pid, signal.SIGKILL)
+                if line.pid:  # else it is being made
+                    os.kill(line.pid, signal.SIGKILL)
         try:
             found.response = (await box.run("echo from the box")).stdout
         except Exception as error:
