@@ -108,7 +108,6 @@ class PieceUpdate:
         dtypes = {n: need.dtype for n, need in needs.items()}
         shapes = {n: need.shape for n, need in needs.items()}
         plans = receive_plans(plan, dtypes, shapes)
-        self._leave()
         self.store = open_store(self.host)
         workers = sum(len(engine) for engine in self.manifests)
         wired = backend == NCCL or (backend == IPC and bool(plan.far().any()))
@@ -172,17 +171,13 @@ class PieceUpdate:
         def give_up() -> None:
             self.plan = None  # a group in which something failed is not used again
             source.abort()
-            self._leave()  # members that meet in the store, or look at it, learn that nothing will come
+            self.store = None  # members that meet in the store, or look at it, learn that nothing will come
 
         return watched(work, pending, give_up)
 
     def forget(self) -> None:
         """The next update begins with a new plan and group: after a failure the engines have left."""
-        self.plan = None
-        self._leave()
-
-    def _leave(self) -> None:
-        self.store = None
+        self.plan = self.store = None
 
 
 class Watched(Protocol):

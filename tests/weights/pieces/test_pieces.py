@@ -3,8 +3,6 @@ threads."""
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -38,10 +36,6 @@ from hpcrl.weights.pieces.wire import (
     HALVES,
     READY,
     ReceivePlan,
-    UpdateGroup,
-    WorkerJoinCommand,
-    read_join_command,
-    write_join_command,
 )
 from hpcrl.weights.redistribution.layouts import Layouts, Worker, whole
 from hpcrl.weights.redistribution.plan import Redistribution, redistribute
@@ -293,33 +287,6 @@ def test_incomplete_plan_is_refused() -> None:
     less = ReceivePlan(box.host_leader, box.workers, box.limit, box.tensors, box.rounds[1:])
     with pytest.raises(ValueError, match=r"w0: .* \d+ elements, this worker needs 64"):
         Assembly(less, {"w0": ([(0, 8)], None)})
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ('"float32"', '"object"', "w0 is object"),
-        ('"shape":[8,8]', '"shape":[8,4]', r"w\d has no \["),
-        ('"half":0', '"half":7', "a message of"),
-        ('"ranks":1', '"ranks":"x"', "malformed plan"),
-        ('"host_leader"', '"other"', "malformed plan"),
-    ],
-)
-def test_what_is_wrong_on_the_wire_is_refused(before: str, after: str, message: str) -> None:
-    case, plan = simple()
-    text = write_join_command(
-        WorkerJoinCommand(UpdateGroup(HERE, 1, 2, 1, 5.0), tuple(boxes_of(case, plan)), {"0": (1, 0)})
-    )
-    assert read_join_command(text).receive_plans[0].host_leader == 1
-    changed = zlib.decompress(base64.b64decode(text)).decode().replace(before, after)
-    with pytest.raises(ValueError, match=message):
-        read_join_command(base64.b64encode(zlib.compress(changed.encode())).decode())
-
-
-@pytest.mark.parametrize("text", ["", "AAAA", "no base64", '{"update_group": 1}'])
-def test_text_that_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="malformed plan of pieces"):
-        read_join_command(text)
 
 
 # ---- parts of tensors
