@@ -6,7 +6,7 @@ The launcher starts one of these on every host of the plan, locally, through sru
 is one for each slot, which starts only what begins on that slot.
 
 Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but
-for engines: one that fails is started again (engine_restarter.py), and those that are well wait for the launcher to
+for engines: one that fails is started again (restarters.py), and those that are well wait for the launcher to
 say whether another attempt takes them over (`pause`); a host has done its part only when the trainer has said that the
 run is over and every role here has ended well.
 """
@@ -26,9 +26,8 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, DeadlineError, HpcrlError, PeerError, failure_kind
 from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
-from hpcrl.launch.engine_restarter import EngineRestarter
+from hpcrl.launch.restarters import EngineRestarter, SandboxRestarter
 from hpcrl.launch.roles import GRACE, SANDBOX, Role, commands, devices, heading, start
-from hpcrl.launch.sandbox_restarter import SandboxRestarter
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
@@ -77,8 +76,8 @@ class HostRoles:
         self._beats.mkdir(mode=0o700)
         self._pulse = HeartbeatMonitor(self._beats)
         self._timeline = role_timeline(rundir, "host", slot or 0, host)
-        self._restarter: EngineRestarter[Role] = EngineRestarter(rundir, host, 0, {}, self._start_role)
-        self._sandboxes: SandboxRestarter[Role] = SandboxRestarter(rundir, {}, self._start_role)
+        self._restarter = EngineRestarter(rundir, host, 0, {}, self._start_role)
+        self._sandboxes = SandboxRestarter(rundir, {}, self._start_role, {})
 
     def __enter__(self) -> HostRoles:
         return self
@@ -126,7 +125,7 @@ class HostRoles:
             self.rundir, self.host, limit, engines, self._start_role, incarnations, self.options.oom_retries
         )
         sandboxes = {index: command for name, index, command in ours if name == SANDBOX}
-        self._sandboxes = SandboxRestarter(self.rundir, sandboxes, self._start_role)
+        self._sandboxes = SandboxRestarter(self.rundir, sandboxes, self._start_role, {})
         for name, index, command in ours:
             if (name, index) not in running:
                 again = ["--incarnation", str(number)] if name == "engine" and (number := incarnations[index]) else []

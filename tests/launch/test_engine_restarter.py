@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from hpcrl.launch import engine_restarter as engine_restarter
-from hpcrl.launch.engine_restarter import EngineRestarter
+from hpcrl.launch import restarters
+from hpcrl.launch.restarters import EngineRestarter
 from hpcrl.run.attempt_log import note_lowered
 from hpcrl.run.engine_files import end_of, record_end
 from hpcrl.run.peers import EnginePeer, publish
@@ -30,7 +30,7 @@ class Fake:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> TimeLimitWatcher:
     made = TimeLimitWatcher()
-    monkeypatch.setattr(engine_restarter, "time", made)
+    monkeypatch.setattr(restarters, "time", made)
     return made
 
 
@@ -47,7 +47,7 @@ def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: TimeL
         if incarnation < 2:
             assert [r.name for r in roles] == ["rollout"], "nobody takes its end for the run's"
             assert end_of(rundir, 1, incarnation).why == "engine-1 ended with -9"
-            clock.sleep(engine_restarter.PAUSE)
+            clock.sleep(restarters.PAUSE)
     assert roles[-1].status == -9, "now it counts"
 
 
@@ -59,7 +59,7 @@ def test_restarts_count_in_each_attempt(rundir: RunDir, clock: TimeLimitWatcher)
     publish(rundir, EnginePeer(host="a", port=1, incarnation=2), 1)
     restarter.restart_ended(roles)
     assert not roles and end_of(rundir, 1, 2).again
-    clock.sleep(engine_restarter.PAUSE)
+    clock.sleep(restarters.PAUSE)
     restarter.restart_ended(roles)
     assert roles[0].command == ["run", "--incarnation", "3"]
     roles[0].status = -9

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.launch import engine_restarter, host, probe, roles
+from hpcrl.launch import host, probe, restarters, roles
 from hpcrl.launch.attempts import run_dir_poller
 from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
 from hpcrl.launch.host import HostRoles
@@ -43,9 +43,9 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
     monkeypatch.setattr(run_dir_poller, "time", clock)
     monkeypatch.setattr(os, "listdir", lambda path: asked.append(path) or listdir(path))
     monkeypatch.setattr(Path, "read_bytes", lambda path: asked.append(path) or read(path))
-    monkeypatch.setattr(engine_restarter, "time", clock)
+    monkeypatch.setattr(restarters, "time", clock)
     looks, seconds = RunDirPoller(rundir), 600
-    engines = engine_restarter.EngineRestarter(rundir, "a", 2, {0: []}, lambda *_: None)
+    engines = restarters.EngineRestarter(rundir, "a", 2, {0: []}, lambda *_: None)
     for _ in range(seconds * 5):
         assert not looks.must_end() and not looks.over(at_once=False)
         engines.restart_ended([])
