@@ -282,7 +282,7 @@ def test_stopped_run_ends_its_job_as_stopped(
     found = {"status": status, "message": "saved and stopped after 3 of 5 rollouts"}
     monkeypatch.setattr(batch_process, "run_in_job", lambda *_: found)
     monkeypatch.setattr(batch_process, "reopen_job", lambda _: None)
-    monkeypatch.setattr(batch_process, "SlurmAllocation", lambda: None)
+    monkeypatch.setattr(batch_process, "SlurmAllocation", lambda: SimpleNamespace(end_for_good=lambda: None))
     left: list[tuple[Any, ...]] = []
     monkeypatch.setattr(atexit, "register", lambda *words: left.append(words))
     assert batch_process.run_directory("/run") == found, "submitit keeps it as the job's result"
