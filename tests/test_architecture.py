@@ -71,7 +71,6 @@ MOST = 40  #: files in one folder
 #: user names
 READERS = {
     "utils/untrusted_files.py": "the one reader",
-    "trainer/checkpoint/forked_writer.py": "/proc",
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
     "models/files/torch_dist.py": "checkpoints, as large as a model",
     "rollout/prompts/rows.py": "prompt files, read row by row",

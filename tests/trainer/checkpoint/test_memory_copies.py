@@ -63,13 +63,15 @@ def train(opts: Options, root: Path) -> list[float]:
     copies.finish()
     here = root / HOSTS[ranks.rank]
     assert copies.newest == MEMORY and not (here / f"{END}").exists(), "what fails is left out, and not left there"
-    forked_writer.PATIENCE = 1.0
     vars(copies).pop("_write_position", None)
     if ranks.rank == 1:
         forked_writer.write_files = lambda *_: threading.Event().wait()
     assert copies.start_copy(Position(END, END, {}))
+    copies._patience = 1.0
+    copies.settle(END)
     copies.finish()
-    assert copies.newest == MEMORY and not (here / f"{END}").exists(), "a writer that waits for ever is given up"
+    assert copies._pending is None and copies.newest == MEMORY
+    assert not (here / f"{END}").exists(), "a writer that waits for ever is given up"
     return after
 
 

@@ -494,9 +494,6 @@ def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     policy = start(opts)
     saver = Saver(policy, policy.ranks, directory, "run", opts)
     saver.save(Position(1, 1), wait=True)
-    if kill == "lock" and policy.ranks.rank == 1:
-        forked_writer.PATIENCE = 1.0
-        forked_writer.write_files = lambda *_: threading.Event().wait()
     if kill == "writer" and policy.ranks.rank == 1:
         forked_writer.write_files = lambda *_: time.sleep(60)
     if kill == "answer" and policy.ranks.rank == 1:
@@ -581,42 +578,6 @@ def test_killed_writer_keeps_the_previous(tmp_path: Path, models: dict[str, Path
     assert alike(answers)
     assert re.search("iter_0000002 was not saved.*killed by SIGKILL", answers[0]["error"])
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
-
-
-def test_writer_that_stands_still(tmp_path: Path, models: dict[str, Path]) -> None:
-    """A writer that waits for a lock which another thread of the trainer held is ended, and has failed."""
-    opts = options(models["dense"], 2, async_save=True)
-    answers = run_ranks(2, background, opts, tmp_path / "c", "lock", timeout=60)
-    assert alike(answers)
-    assert re.search("iter_0000002 was not saved.*waited 1 s for a lock", answers[0]["error"])
-    assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
-
-
-@pytest.mark.parametrize(
-    ("waits", "grows", "ceased"),
-    [
-        ("futex_do_wait", False, True),
-        ("futex_do_wait", True, False),
-        ("cl_sync_io_wait", False, False),
-        ("0", False, False),
-    ],
-)
-def test_a_disk_is_waited_for(tmp_path: Path, waits: str, grows: bool, ceased: bool) -> None:
-    """A process of which one thread waits for a disk, or computes, is active, whatever the others wait for; and where
-    the kernel does not tell what for."""
-    from hpcrl.trainer.checkpoint import forked_writer
-
-    activity = forked_writer.Activity(tmp_path, patience=0.0)
-    found = []
-    for number in range(forked_writer.LOOKS + 1):
-        for thread, wait in (("1", "futex_do_wait"), ("2", waits)):
-            (tmp_path / "task" / thread).mkdir(parents=True, exist_ok=True)
-            spent = number if grows and thread == "2" else 0
-            (tmp_path / "task" / thread / "stat").write_text(f"{thread} (a) b) S {'0 ' * 10} {spent} 0 0")
-            (tmp_path / "task" / thread / "wchan").write_text(wait)
-        activity._looked = forked_writer.LastSign(ago=forked_writer.LOOK)
-        found.append(activity.ceased())
-    assert found == [False] * (len(found) - 1) + [ceased]
 
 
 def test_writer_killed_while_it_answers(tmp_path: Path, models: dict[str, Path]) -> None:
