@@ -15,6 +15,7 @@ from tests.support.runs import odd_tokens
 
 SAID = "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 79.10 GiB"
 PLACES = ("forward", "backward", "optimizer")  #: of the steps 1, 2 and 3
+ORDER = "no-memory"
 SCHEDULER = "tests.support.full_scheduler.FullScheduler"  #: of an engine that has no memory once there is a file
 
 
@@ -52,6 +53,13 @@ def in_another_thread(options: Any, rollout_id: int, *more: Any) -> None:
         told.touch()
         print("terminate called, what():  CUDA error: out of memory", file=sys.stderr, flush=True)
         os.abort()
+
+
+def until_it_recomputes(options: Any, rollout_id: int, step_id: int, model: Any, *more: Any) -> None:
+    """Once there is a file ORDER, the last rank has no memory for what activations take without recomputation."""
+    told = dist.get_rank() == dist.get_world_size() - 1 and Path(options.run_dir, ORDER).exists()
+    if told and options.megatron.get("recompute_granularity") != "full":
+        model[0].register_forward_pre_hook(fail)
 
 
 async def counted(options: Any, sample: Any) -> float:

@@ -22,7 +22,7 @@ from tests.support.cluster import Cluster
 from tests.support.faults.checks import Reference
 from tests.support.faults.host_kinds import mpirun_kinds, part_kinds, slurm_kinds
 from tests.support.faults.hosts import MpirunBed, SlurmBed
-from tests.support.faults.kinds import Kind, engine_kinds, local_kinds, of_engines
+from tests.support.faults.kinds import Kind, engine_kinds, local_kinds, of_engines, out_of_memory
 from tests.support.faults.local import LocalBed
 from tests.support.runs import recipe
 from tests.support.slurm import submit
@@ -66,6 +66,8 @@ PARTS = COLOCATED | {
     "rollout_num_gpus_per_engine": 2,
     "engine_start_timeout": 600,
 }
+#: one sample at a time: after an out-of-memory error only recomputation is left, which changes no number
+ALONE: dict[str, Any] = {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None, "micro_batch_size": 1}
 OVER_HOSTS = ("engine.gpus_per_node=1",)
 
 
@@ -105,10 +107,12 @@ def test_job_is_kept_with_colocated_engines(tmp_path: Path, task: Path, seed: in
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", ["heterogeneous", "homogeneous"])
 def test_job_is_kept_under_slurm(cluster: Cluster, tmp_path: Path, task: Path, layout: str, seed: int) -> None:
-    reference = untouched("two", tmp_path, task, SHAPES["two"])
-    bed = SlurmBed(cluster, task, {**SPREAD, **MANY}, "--layout", layout)
+    reference = untouched("alone", tmp_path, task, SHAPES["two"] | ALONE)
+    hook = {"custom_megatron_before_train_step_hook_path": "tests.support.out_of_memory.until_it_recomputes"}
+    bed = SlurmBed(cluster, task, {**SPREAD, **MANY, **ALONE, **hook}, "--layout", layout)
     share = 1 if layout == "heterogeneous" else 0.33
-    strike(f"kept {layout}", seed, bed, inside(slurm_kinds()), reference, tmp_path, share, kept=True)
+    kinds = [*inside(slurm_kinds()), Kind("out of memory", out_of_memory, weight=3, early=False)]
+    strike(f"kept {layout}", seed, bed, kinds, reference, tmp_path, share, kept=True)
 
 
 @pytest.mark.vllm

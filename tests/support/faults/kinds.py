@@ -20,6 +20,7 @@ import psutil
 
 from tests.support.faults.beds import Bed, Missed, Process
 from tests.support.faults.local import LocalBed
+from tests.support.out_of_memory import ORDER
 from tests.support.runs import REPO
 
 HANG = 15.0  #: --hang-timeout of the runs
@@ -137,6 +138,15 @@ def sleep(word: str, seconds: float | None) -> Callable[[Bed, random.Random], St
         return Struck(name_of(process))
 
     return strike
+
+
+def out_of_memory(bed: Bed, chance: random.Random) -> Struck:
+    """The last rank has no memory, once a run: with full recomputation it has enough, and the same numbers."""
+    order = bed.root / ORDER
+    if order.exists():
+        raise Missed("it recomputes")
+    order.touch()
+    return Struck("the last rank")
 
 
 # ---- of runs of this machine
