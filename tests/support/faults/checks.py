@@ -82,6 +82,7 @@ def wrong_in(root: Path, reference: Reference, finished: bool = False) -> list[s
             f"{path.relative_to(root)} is left"
             for path in root.rglob(".*")
             if path.name not in (".done", ".metadata")
+            and path.relative_to(root).parts[0] != "code"  # the user's, as it was
             and path.is_file()
             and not path.is_symlink()  # submitit leaves links
         ]
