@@ -88,6 +88,7 @@ class EngineRestarter(_Restarter):
 
     def restart_ended(self, roles: list[Role]) -> None:
         """Take ended engines that may start again out of `roles`, and put started ones in."""
+        now = time.monotonic()
         for role in self._ended(roles):
             index, incarnation, first = role.index, self.incarnations[role.index], self._first[role.index]
             why = role.exit_report()
@@ -97,7 +98,7 @@ class EngineRestarter(_Restarter):
             record_end(self.rundir, index, self.host, incarnation, limit, True, why, first)  # unless it has done so
             say(f"{why}; it is started again ({incarnation - first + 1} of {limit})")
             roles.remove(role)
-            self._due[index] = time.monotonic() + PAUSE
+            self._due[index] = now + PAUSE
         self._start_due(roles)
 
 
@@ -108,9 +109,10 @@ class SandboxRestarter(_Restarter):
 
     def restart_ended(self, roles: list[Role]) -> None:
         """Take ended servers that may start again out of `roles`, and put started ones in."""
+        now = time.monotonic()
         for role in self._ended(roles):
             if newest(self.rundir, SandboxPeer, role.index) is not None:
                 say(f"{role.exit_report()}; it is started again")
                 roles.remove(role)
-                self._due[role.index] = time.monotonic() + PAUSES.after(self.incarnations[role.index] + 1)
+                self._due[role.index] = now + PAUSES.after(self.incarnations[role.index] + 1)
         self._start_due(roles)
