@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import socket
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -34,19 +33,13 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 DEADLINE = 180.0  #: seconds that a collective may wait for the slowest rank
-LONGEST = 4096  #: bytes that a rank says of a check
 
 
-def gather(mine: Outcome, place: CheckContext) -> Outcome:
+def gather(mine: Outcome) -> Outcome:
     """Rank 0's own, or the first that failed."""
-    import torch
-    import torch.distributed as dist
+    from hpcrl.trainer.collectives import gather_json
 
-    data = msgspec.json.encode(msgspec.structs.replace(mine, text=mine.text[:500]))[:LONGEST].ljust(LONGEST)
-    row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(place.device)
-    rows = torch.empty(place.world * LONGEST, dtype=torch.uint8, device=place.device)
-    dist.all_gather_into_tensor(rows, row)
-    found = [msgspec.json.decode(bytes(each.tolist()), type=Outcome) for each in rows.cpu().view(place.world, LONGEST)]
+    found = [msgspec.convert(told, Outcome) for told in gather_json(mine)]
     return next((outcome for outcome in found if outcome.result == "failed"), found[0])
 
 
@@ -59,7 +52,7 @@ def run_checks(chosen: dict[str, Check], place: CheckContext, results: Results, 
         own.mkdir(parents=True, exist_ok=True)
         outcome = try_check(check, replace(place, directory=own))
         if together:
-            outcome = gather(outcome, place)
+            outcome = gather(outcome)
         if place.rank == 0:
             results.write(name, outcome)
 
@@ -135,23 +128,19 @@ def _store(address: str, port: int, rank: int, port_file: Path | None, seconds: 
     Raises:
         DeadlineError: if rank 0 does not tell its port in `port_file`.
     """
-    from torch.distributed import TCPStore
+    from hpcrl.transport.torch_store import connect_store, open_store
 
-    opened: dict[str, int] = {}
-    first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if first:
-        # torch's own would listen on every interface; this descriptor is handed over, and closed by the store
-        listener = socket.create_server((address, port), backlog=512)
-        port = listener.getsockname()[1]
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = open_store(address)
+        store.set_timeout(timedelta(seconds=seconds))
         if port_file:
-            write_atomic(port_file, str(port).encode())
-        opened = {"master_listen_fd": listener.detach()}
-    elif not port and port_file:
+            write_atomic(port_file, str(store.port).encode())
+        return store
+    if not port and port_file:
         if not poll(port_file.exists, Deadline(seconds), 0.05):
             raise DeadlineError(f"rank 0 did not write {port_file} within {seconds:.0f} s", "see its log")
         port = int(read_regular(port_file))
-    wait = timedelta(seconds=seconds)
-    return TCPStore(address, port, is_master=first, wait_for_workers=False, timeout=wait, **opened)
+    return connect_store(address, port, seconds)
 
 
 def main(argv: list[str] | None = None) -> int:
