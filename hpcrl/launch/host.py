@@ -99,15 +99,44 @@ class HostRoles:
         begun = self._timeline.now()
         try:
             self._start(read_carried(self.rundir))
-            alive = lambda: check_alive(self._pulse, self.options.hang_timeout, self.rundir, self.host)  # noqa: E731
-            needed = self.host in self.plan.needed_hosts
-            _watch(self.roles, self._restart, self.host, needed, self.options, self.rundir, told, turn, alive)
+            self._watch(told, turn)
         finally:
             self._timeline.add(ROLES, begun, self._timeline.now())
 
-    def _restart(self) -> None:
-        self._restarter.restart_ended(self.roles)
-        self._sandboxes.restart_ended(self.roles)
+    def _watch(self, told: SignalFlags, turn: Callable[[], None]) -> None:
+        """Watch until the run is over; the end of a host that has sandboxes and nothing else is its own affair."""
+        working = [r for r in self.roles if not r.serves]
+        close_by = quit_by = float("inf")
+        looks = RunDirPoller(self.rundir)
+        while any(r.status is None for r in working) or not looks.over(at_once=bool(working)):
+            turn()
+            if looks.must_end() or (told.requests and self.host not in self.plan.needed_hosts):
+                return
+            if not looks.stopping:  # which has its own limit, and needs the trainer alone
+                check_alive(self._pulse, self.options.hang_timeout, self.rundir, self.host)
+            if not told.requests:
+                self._restarter.restart_ended(self.roles)
+                self._sandboxes.restart_ended(self.roles)
+            _check(self.roles, self.rundir, told, self.host)
+            now = time.monotonic()
+            if told.requests and quit_by == float("inf"):
+                with contextlib.suppress(OSError):
+                    self.rundir.request_stop()  # time to save, if the sender of the signal leaves it
+                quit_by = now + self.options.stop_timeout
+            if told.requests > 1 or now > quit_by:
+                raise PeerError(f"host {self.host} was ended", "the last saved checkpoint is good")
+            if any(r.status is not None for r in working):
+                close_by = min(close_by, now + (CLOSING_SAVED if looks.stopping and looks.is_over else CLOSING))
+            if now > close_by and (late := next((r for r in working if r.status is None), None)):
+                if looks.stopping and looks.is_over:
+                    say(f"{late.name}-{late.index} does not end by itself; the run has saved, and is ended without it")
+                    return
+                raise DeadlineError(
+                    f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
+                )
+            time.sleep(0.2)
+        _check(self.roles, self.rundir, told, self.host)
+        self.rundir.check()
 
     def _start(self, carried: CarriedOver) -> None:
         """Start the roles that do not run yet."""
@@ -250,58 +279,8 @@ def _in_use(rundir: RunDir, host: str) -> bool:
 
 def _record(rundir: RunDir, host: str, error: HpcrlError) -> None:
     """Record why this host has ended the attempt, unless a role has said more already."""
-    if not _in_use(rundir, host):
-        return
-    rundir.fail("host", 0, f"on {host}: {error}", failure_kind(error))
-
-
-def _watch(
-    roles: list[Role],
-    restart: Callable[[], None],
-    host: str,
-    needed: bool,
-    options: Options,
-    rundir: RunDir,
-    told: SignalFlags,
-    turn: Callable[[], None],
-    alive: Callable[[], None],
-) -> None:
-    """Watch until the run is over.
-
-    Args:
-        needed: whether the run needs this host: the end of one that has sandboxes and nothing else is its own affair.
-    """
-    working = [r for r in roles if not r.serves]
-    close_by = quit_by = float("inf")
-    looks = RunDirPoller(rundir)
-    while any(r.status is None for r in working) or not looks.over(at_once=bool(working)):
-        turn()
-        if looks.must_end() or (told.requests and not needed):
-            return
-        if not looks.stopping:  # which has its own limit, and needs the trainer alone
-            alive()
-        if not told.requests:
-            restart()
-        _check(roles, rundir, told, host)
-        now = time.monotonic()
-        if told.requests and quit_by == float("inf"):
-            with contextlib.suppress(OSError):
-                rundir.request_stop()  # time to save, if the sender of the signal leaves it
-            quit_by = now + options.stop_timeout
-        if told.requests > 1 or now > quit_by:
-            raise PeerError(f"host {host} was ended", "the last saved checkpoint is good")
-        if any(r.status is not None for r in working):
-            close_by = min(close_by, now + (CLOSING_SAVED if looks.stopping and looks.is_over else CLOSING))
-        if now > close_by and (late := next((r for r in working if r.status is None), None)):
-            if looks.stopping and looks.is_over:
-                say(f"{late.name}-{late.index} does not end by itself; the run has saved, and is ended without it")
-                return
-            raise DeadlineError(
-                f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
-            )
-        time.sleep(0.2)
-    _check(roles, rundir, told, host)
-    rundir.check()
+    if _in_use(rundir, host):
+        rundir.fail("host", 0, f"on {host}: {error}", failure_kind(error))
 
 
 def check_alive(pulse: HeartbeatMonitor, seconds: float, rundir: RunDir, host: str) -> None:

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from hpcrl.errors import Interrupted, Stopped
 
@@ -30,7 +30,7 @@ class SignalFlags:
     requests: int = 0
     handlers: dict[int, object] = field(default_factory=dict)
 
-    def __enter__(self) -> SignalFlags:
+    def __enter__(self) -> Self:
         for number in self.COUNTED:
             self.handlers[number] = signal.signal(number, self.count)
         for number in self.IGNORED:
@@ -64,10 +64,6 @@ class StopRequest(SignalFlags):
     why: str = ""
     nudges: int = 0
     seconds: float = 0.0
-
-    def __enter__(self) -> StopRequest:
-        super().__enter__()
-        return self
 
     def count(self, number: int, _: object) -> None:
         """The handler."""

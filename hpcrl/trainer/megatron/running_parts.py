@@ -7,28 +7,22 @@ pure function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hostlist import BadHostlist, collect_hostlist
 
 from hpcrl.trainer.megatron.fusions import GRADIENTS, NO_CUDA, PERMUTE, ROPE, ROUTER
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from hpcrl.plan import Plan
     from hpcrl.trainer.megatron.model import Policy
 
 PACKAGE = "transformer-engine"
-
-
-class Store(Protocol):
-    """Where the ranks meet."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)

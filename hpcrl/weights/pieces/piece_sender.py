@@ -89,7 +89,9 @@ class PieceSender:
             half = turn % HALVES
             _wait(under_way[half])
             under_way[half] = []
-            landing = [(packed, self._take_in(packed)) for packed in found if packed.source != self.transport.me]
+            # what another host's rank has for workers of this one
+            taken_in = [packed for packed in found if packed.source != self.transport.me]
+            landing = [self.transport.receive(self._bytes(packed), packed.source, DATA) for packed in taken_in]
             # workers of this host, each told once that its messages of the round are here
             readers: dict[int, None] = {}
             for packed in found:
@@ -104,8 +106,7 @@ class PieceSender:
                     under_way[half].append(self.transport.send(self._bytes(packed), to.taker, DATA))
                 sent += int(packed.pieces[:, NBYTES].sum())
             self.transport.flush()
-            for _, arriving in landing:
-                arriving.wait()
+            _wait(landing)
             if readers:
                 self.transport.settle()
             under_way[half] += [self.transport.tell(worker, READY) for worker in readers]
@@ -125,10 +126,6 @@ class PieceSender:
             name = self.names[tensor]
             out = buffer[place : place + piece[NBYTES]].view(getattr(torch, numbers.dtypes[name]))
             numbers.write(name, (top, bottom, left, right), out.view(bottom - top, right - left))
-
-    def _take_in(self, packed: PackedShards) -> Transfer:
-        """Begin to receive what another host's rank has for workers of this one."""
-        return self.transport.receive(self._bytes(packed), packed.source, DATA)
 
     def close(self) -> None:
         """Give up the memory, and leave the group."""

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -180,21 +180,13 @@ class PieceUpdate:
         self.plan = self.store = None
 
 
-class Watched(Protocol):
-    """Calls to engines that are under way."""
-
-    @property
-    def futures(self) -> list[Future[Any]]: ...
-
-    def check(self) -> None:
-        """Raise if one has failed, or is late."""
-
-
-def watched(work: Callable[[], Any], pending: Watched, give_up: Callable[[], None]) -> Any:
+def watched(work: Callable[[], Any], pending: Any, give_up: Callable[[], None]) -> Any:
     """What `work` returns; if it or the engines fail, `give_up` is called before that is raised.
 
     Args:
         work: of rank 0, done in a thread.
+        pending: calls to engines that are under way: their `futures`, and `check`, which raises if one has failed, or
+            is late.
         give_up: makes `work` fail if it is still under way.
     """
     device = current_device()
@@ -213,10 +205,16 @@ def watched(work: Callable[[], Any], pending: Watched, give_up: Callable[[], Non
         wait([future, *pending.futures], timeout=ENDING)
         if not future.done():  # it may still be in a collective of the ranks, where nothing else can begin
             raise HpcrlError(f"the ranks did not abort an update within {ENDING:.0f} s: {error}") from error
-        if (own := future.exception()) is not error and not isinstance(error, EngineLost) and _is_ours(own):
+        own = future.exception()
+        says_why = isinstance(own, HpcrlError) and not isinstance(
+            own, PeerError | DeadlineError
+        )  # not that another left
+        if own is not None and own is not error and says_why and not isinstance(error, EngineLost):
             raise own from error
         if isinstance(error, PeerError) and not isinstance(error, EngineLost):
-            raise PeerError(_causes(error, pending)) from error
+            # what failed, and what the engines that have answered say of it
+            said = [str(e) for call in pending.futures if call.done() and (e := call.exception()) is not None]
+            raise PeerError("; ".join(dict.fromkeys([str(error), *said]))) from error
         raise
 
 
@@ -277,14 +275,3 @@ def _check_hosts(manifests: Manifests, hosts: Sequence[str]) -> None:
                     "any trainer rank: it is on another host than all of them, or in a container of its own",
                     "use --weight-transfer gloo",
                 )
-
-
-def _is_ours(error: BaseException | None) -> TypeGuard[HpcrlError]:
-    """Whether an error of the ranks says itself what is wrong, and not only that someone else has left."""
-    return isinstance(error, HpcrlError) and not isinstance(error, PeerError | DeadlineError)
-
-
-def _causes(error: PeerError, pending: Watched) -> str:
-    """What failed, and what the engines that have answered say of it."""
-    said = [str(e) for future in pending.futures if future.done() and (e := future.exception()) is not None]
-    return "; ".join(dict.fromkeys([str(error), *said]))
