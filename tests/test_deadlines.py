@@ -69,7 +69,6 @@ ENDED = {
     ("engine/weight_receiver.py", "self._hpcrl_joining.result()"): READY,
     ("rollout/slime_names/helpers.py", "asyncio.run_coroutine_threadsafe(coroutine, loop).result()"): WATCHED,
     ("weights/pieces/choose_transport.py", "joining.result()"): "it is done: the loop before ends when it is",
-    ("weights/pieces/piece_sender.py", "arriving.wait()"): OWN,
     ("weights/pieces/piece_sender.py", "transfer.wait()"): OWN,
     ("weights/pieces/piece_update.py", "future.result()"): READY,
     ("weights/pieces/peer_transport.py", "ending.result()"): READY,
