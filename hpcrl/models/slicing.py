@@ -9,7 +9,7 @@ Invariant: join of all ranks' parts gives back the tensors bit for bit; rows tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -201,7 +201,28 @@ class FusedGateUp(Cut):
         return [SourceRectangle(0, (start, start + rows), None, half * rows) for half, start in enumerate(starts)]
 
 
-class Qkv(Cut):
+class Blocks(Cut):
+    """Rows are cut of blocks of rows, one below the other."""
+
+    def blocks(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+        """(which tensor, its first row, rows) of each."""
+        raise NotImplementedError
+
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        begin, end = rank * shape[0], (rank + 1) * shape[0]
+        found = []
+        top = 0
+        for tensor, start, rows in self.blocks(s):
+            first = max(begin, top)
+            last = min(end, top + rows)
+            if last > first:
+                row = start + first - top
+                found.append(SourceRectangle(tensor, (row, row + last - first), None, first - begin))
+            top += rows
+        return found
+
+
+class Qkv(Blocks):
     """Queries, keys and values (weights or biases), laid [queries of group 0, key 0, value 0, queries of group 1, ...];
     rows cut.
 
@@ -212,24 +233,13 @@ class Qkv(Cut):
         rows = s.groups * s.head_size
         return [(s.heads * s.head_size, *shape[1:]), (rows, *shape[1:]), (rows, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
-        return list(self._cut(rank * shape[0], (rank + 1) * shape[0], s))
-
-    def _cut(self, begin: int, end: int, s: Shapes) -> Iterator[SourceRectangle]:
-        """Rows [begin, end) of all groups one below the other."""
+    def blocks(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
         each = (s.heads // s.groups * s.head_size, s.head_size, s.head_size)
-        for group in range(begin // sum(each), -(-end // sum(each))):
-            top = group * sum(each)
-            for tensor, rows in enumerate(each):
-                first = max(begin, top)
-                last = min(end, top + rows)
-                if last > first:
-                    start = group * rows + first - top
-                    yield SourceRectangle(tensor, (start, start + last - first), None, first - begin)
-                top += rows
+        for group in range(s.groups):
+            yield from ((tensor, group * rows, rows) for tensor, rows in enumerate(each))
 
 
-class GatedQkv(Cut):
+class GatedQkv(Blocks):
     """As Qkv; the tensor of the queries has a gate of the same size below the queries of each head, Megatron's part
     the queries of all heads of a group, then their gates."""
 
@@ -237,10 +247,7 @@ class GatedQkv(Cut):
         rows = s.groups * s.head_size
         return [(2 * s.heads * s.head_size, *shape[1:]), (rows, *shape[1:]), (rows, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
-        return cut_rows(self._whole(s), rank * shape[0], (rank + 1) * shape[0])
-
-    def _whole(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+    def blocks(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
         size = s.head_size
         each = s.heads // s.groups
         for group in range(s.groups):
@@ -251,25 +258,7 @@ class GatedQkv(Cut):
             yield 2, group * size, size
 
 
-def cut_rows(blocks: Iterable[tuple[int, int, int]], begin: int, end: int) -> list[SourceRectangle]:
-    """What is in rows [begin, end) of blocks of rows, one below the other.
-
-    Args:
-        blocks: (which tensor, its first row, rows) of each.
-    """
-    found = []
-    top = 0
-    for tensor, start, rows in blocks:
-        first = max(begin, top)
-        last = min(end, top + rows)
-        if last > first:
-            row = start + first - top
-            found.append(SourceRectangle(tensor, (row, row + last - first), None, first - begin))
-        top += rows
-    return found
-
-
-class DeltaIn(Cut):
+class DeltaIn(Blocks):
     """The input projection of a gated delta net, cut by key head: of each head the query, the key, and of its value
     heads the values, the output gates, betas and decays.
 
@@ -280,10 +269,7 @@ class DeltaIn(Cut):
         keys, values, key, value = s.delta_heads
         return [(2 * keys * key + 2 * values * value, *shape[1:]), (2 * values, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
-        return cut_rows(self._whole(s), rank * shape[0], (rank + 1) * shape[0])
-
-    def _whole(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+    def blocks(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
         keys, values, key, value = s.delta_heads
         each = values // keys
         wide = 2 * key + 2 * each * value
@@ -292,7 +278,7 @@ class DeltaIn(Cut):
             yield 1, head * 2 * each, 2 * each
 
 
-class DeltaInApart(Cut):
+class DeltaInApart(Blocks):
     """As DeltaIn, of four tensors, as Qwen3.5 has them: queries, keys and values below one another, gates, betas,
     decays."""
 
@@ -301,10 +287,7 @@ class DeltaInApart(Cut):
         rows = (2 * keys * key + values * value, values * value, values, values)
         return [(n, *shape[1:]) for n in rows]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
-        return cut_rows(self._whole(s), rank * shape[0], (rank + 1) * shape[0])
-
-    def _whole(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+    def blocks(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
         keys, values, _, value = s.delta_heads
         each = values // keys
         for head in range(keys):
@@ -314,7 +297,7 @@ class DeltaInApart(Cut):
             yield 3, head * each, each
 
 
-class DeltaConv(Cut):
+class DeltaConv(Blocks):
     """The convolution over a gated delta net's queries, keys and values, which one tensor has below one another; cut by
     key head."""
 
@@ -322,9 +305,8 @@ class DeltaConv(Cut):
         keys, values, key, value = s.delta_heads
         return [(2 * keys * key + values * value, *shape[1:])]
 
-    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
-        blocks = (block for head in range(s.delta_heads[0]) for block in _convolved(head, s))
-        return cut_rows(blocks, rank * shape[0], (rank + 1) * shape[0])
+    def blocks(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+        return (block for head in range(s.delta_heads[0]) for block in _convolved(head, s))
 
 
 def _convolved(head: int, s: Shapes) -> Iterator[tuple[int, int, int]]:

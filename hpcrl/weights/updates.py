@@ -84,8 +84,16 @@ class Updates:
         Raises:
             DeadlineError: names the one that does not come up.
         """
-        if self._client is not None:
-            self._wait_for_all()
+        if self._client is None:
+            return
+        end = Deadline(self._start_timeout + SLACK)
+        while starting := self._registry("engines").get("starting"):
+            self._rundir.check()
+            if end.over:
+                raise DeadlineError(
+                    f"{starting[0]} did not come up within {self._start_timeout:.0f} s", f"see {self._rundir.logs}"
+                )
+            time.sleep(LOOK)
 
     def publish(self, export: Export, version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it.
@@ -104,16 +112,6 @@ class Updates:
     def close(self) -> None:
         """Give up memory and groups; the engines stay as they are."""
         self._sender.close()
-
-    def _wait_for_all(self) -> None:
-        end = Deadline(self._start_timeout + SLACK)
-        while starting := self._registry("engines").get("starting"):
-            self._rundir.check()
-            if end.over:
-                raise DeadlineError(
-                    f"{starting[0]} did not come up within {self._start_timeout:.0f} s", f"see {self._rundir.logs}"
-                )
-            time.sleep(LOOK)
 
     def _send(self, export: Export, version: int, alone: bool) -> dict[str, float]:
         members = self._together(self._members(alone) if self._client else None)

@@ -22,7 +22,6 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
-from hpcrl.models.family import Rule
 from hpcrl.models.lora.matrices import AdaptedMatrix
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.trainer.collectives import agree
@@ -92,23 +91,17 @@ def fill(policy: Policy, tensors: Mapping[str, torch.Tensor], source: str) -> No
     for adapter, shapes in _adapters(policy):
         rank = adapter.group.rank()
         for _, parameter, rule in adapter.by_rule():
-            full = CUTS[rule.kind].full(tuple(parameter.shape), shapes)
-            given = [tensors.get(name, torch.zeros(shape)) for name, shape in zip(rule.hf, full, strict=True)]
-            _put(parameter, rule, given, rank, shapes, source)
+            cut = CUTS[rule.kind]
+            given = []
+            for name, wanted in zip(rule.hf, cut.full(tuple(parameter.shape), shapes), strict=True):
+                given.append(tensors.get(name, torch.zeros(wanted)))
+                if tuple(given[-1].shape) != wanted:
+                    raise DataError(
+                        f"{source}: {name} is {list(given[-1].shape)}, this run's is {list(wanted)}",
+                        "is --lora-rank the adapter's, and --hf-checkpoint its base?",
+                    )
+            parameter.copy_(cut.part(given, rank, tuple(parameter.shape), shapes))
     policy.optimizer.reload_model_params()
-
-
-def _put(
-    parameter: torch.Tensor, rule: Rule, given: list[torch.Tensor], rank: int, shapes: Shapes, source: str
-) -> None:
-    cut = CUTS[rule.kind]
-    for name, tensor, wanted in zip(rule.hf, given, cut.full(tuple(parameter.shape), shapes), strict=True):
-        if tuple(tensor.shape) != wanted:
-            raise DataError(
-                f"{source}: {name} is {list(tensor.shape)}, this run's is {list(wanted)}",
-                "is --lora-rank the adapter's, and --hf-checkpoint its base?",
-            )
-    parameter.copy_(cut.part(given, rank, tuple(parameter.shape), shapes))
 
 
 def _check(matrices: list[AdaptedMatrix], tensors: Mapping[str, torch.Tensor], source: str) -> None:
