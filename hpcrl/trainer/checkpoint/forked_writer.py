@@ -26,6 +26,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import die_with_parent
 from hpcrl.trainer.checkpoint.writers import private, transforms, write_files
+from hpcrl.utils.deadline import Deadline
 
 ENDING: Final = 10.0  #: seconds that a writer which has written may take to end
 
@@ -51,8 +52,9 @@ class CheckpointWriter:
 
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, or said what it wrote, but no longer than that."""
-        if not self.done():
-            wait([self.mine, self.process.sentinel], seconds)
+        deadline = Deadline(seconds)
+        while not self.done() and not deadline.over:  # one that is killed closes its pipe before it has ended
+            wait([self.mine, self.process.sentinel], deadline.left)
 
     def _heard(self) -> bool:
         """Whether it has said what it wrote."""
