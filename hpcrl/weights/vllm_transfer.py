@@ -25,13 +25,13 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import EngineBroadcast, PendingCalls, in_thread
-from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.errors import DeadlineError
 from hpcrl.models.files.fp8 import Scheme, Stream, quantized
 from hpcrl.models.files.safetensors_files import ITEM_BYTES
 from hpcrl.weights.pieces.choose_transport import current_device, use_device
 from hpcrl.weights.pieces.device_transport import unique_id
 from hpcrl.weights.pieces.piece_update import watched
-from hpcrl.weights.pieces.planning import Manifests, Source, check_codes, coded, needed_tensors, stranger
+from hpcrl.weights.pieces.planning import Manifests, Source, check_codes, check_tensors, coded, needed_tensors
 
 PACKED = True  #: tensors go in messages of --update-weight-buffer-size, not one by one
 
@@ -105,13 +105,9 @@ class _Update:
         held, _ = ranks.describe()
         needs = needed_tensors(self.manifests)
         check_codes(held, needs, self.scheme)
-        shapes = {name: tensor.shape for name, tensor in coded(held, self.scheme).items()}
-        if extra := [name for name in shapes if name not in needs]:
-            raise HpcrlError(f"the trainer's {extra[0]} {stranger(extra[0], self.manifests)}")
-        if missing := sorted(needs.keys() - shapes.keys()):
-            raise HpcrlError(f"the trainer lacks {len(missing)} tensors of the engines, the first is {missing[0]}")
+        check_tensors(sent := coded(held, self.scheme), self.manifests)
         self.bytes = sum(prod(need.shape) * ITEM_BYTES[need.dtype] for need in needs.values())
-        return _Tensors(shapes, {name: need.dtype for name, need in needs.items()})
+        return _Tensors({name: sent[name].shape for name in sent}, {name: need.dtype for name, need in needs.items()})
 
 
 class VllmUpdate(_Update):

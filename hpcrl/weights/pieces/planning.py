@@ -104,26 +104,33 @@ def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, NeededTensor
             )
 
 
-def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
-    """Both sides.
-
-    Raises:
-        HpcrlError: for a tensor that only one of them has, or in another shape.
-    """
+def check_tensors(held: Mapping[str, HeldTensor], manifests: Manifests) -> None:
+    """Raise HpcrlError for a tensor that only trainer or engines have, or in another shape."""
     needs = needed_tensors(manifests)
-    layouts = Layouts()
     if extra := [name for name in held if name not in needs]:
         raise HpcrlError(f"the trainer's {extra[0]} {stranger(extra[0], manifests)}")
     if missing := sorted(needs.keys() - held.keys()):
         raise HpcrlError(f"the trainer lacks {len(missing)} tensors of the engines, the first is {missing[0]}")
+    for name, tensor in held.items():
+        if tensor.shape != needs[name].shape:
+            raise HpcrlError(
+                f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {list(needs[name].shape)}"
+            )
+
+
+def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
+    """Both sides.
+
+    Raises:
+        HpcrlError: as `check_tensors`.
+    """
+    check_tensors(held, manifests)
+    needs = needed_tensors(manifests)
+    layouts = Layouts()
     numbers: dict[int, int] = {}
     alike = _alike(manifests)
     for name, tensor in held.items():
         need = needs[name]
-        if tensor.shape != need.shape:
-            raise HpcrlError(
-                f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {list(need.shape)}"
-            )
         if id(tensor.parts) not in numbers:
             numbers[id(tensor.parts)] = layouts.pattern(merged(tensor.parts))
         spans = ((workers, *span(worker, name, need.shape)) for worker, workers in alike)
