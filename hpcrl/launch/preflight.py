@@ -103,8 +103,9 @@ def refuse_settings(stages: Sequence[Options], hosts: Callable[[Options], list[H
         for options in stages
         for error in failures((check_routing, lambda o: make_plan(o, hosts(o), "check")), options)
     ]
-    wrong += failures((lambda found: refuse_wrong_settings(found, packages), check_stages_hosts), stages)
-    raise_together([*{str(error): error for error in wrong}.values()])
+    raise_together(
+        [*wrong, *failures((lambda found: refuse_wrong_settings(found, packages), check_stages_hosts), stages)]
+    )
 
 
 def check_routing(options: Options) -> None:
@@ -207,12 +208,11 @@ def _delta_net_notes(options: Options) -> Iterator[str]:
     not to be read, which others say."""
     if not options.bf16 or options.debug_rollout_only:
         return
-    with contextlib.suppress(UsageError):
-        if (found := _described(options)) and any(found[2].get("linear_attention_freq") or ()):
-            yield (
-                "--bf16: A_log and dt_bias of the gated delta nets are rounded to bf16, also where the files hold them "
-                "in fp32, and trained from there (docs/models.md); the engines get the rounded numbers"
-            )
+    if (found := _readable(options)) and any(found[2].get("linear_attention_freq") or ()):
+        yield (
+            "--bf16: A_log and dt_bias of the gated delta nets are rounded to bf16, also where the files hold them "
+            "in fp32, and trained from there (docs/models.md); the engines get the rounded numbers"
+        )
 
 
 def begins_with(options: Options) -> Iterator[tuple[str, str]]:
@@ -271,7 +271,7 @@ def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> Non
     if same_packages:
         wrong += [problem for options in stages for problem in missing_packages(options)]
         wrong += [error for options in stages for error in failures((check_gates,), options)]
-    raise_together([*{str(error): error for error in wrong}.values()])
+    raise_together(wrong)
 
 
 def same_packages(site: SiteProfile) -> bool:
@@ -296,28 +296,17 @@ def check_layout(options: Options) -> None:
 
     Nothing where config.json cannot be read.
     """
-    try:
-        found = _described(options)
-    except UsageError:
-        return  # `check_model` says so
-    if found:
+    if found := _readable(options):
         config, family, fields = found
-        wrong = list(undivided(options, fields, config.get("max_position_embeddings")))
-        rules = (
-            lambda o: check_draft_layers(o, config),
-            lambda o: check_heads(o, family, config),
-        )
+        rules = lambda o: check_draft_layers(o, config), lambda o: check_heads(o, family, config)
+        wrong = undivided(options, fields, config.get("max_position_embeddings"))
         raise_together([*wrong, *failures(rules, options)])
 
 
 def check_gates(options: Options) -> None:
     """Raise UsageError for a layout that this interpreter's Megatron-core cannot train attention with output gates
     in."""
-    try:
-        found = _described(options)
-    except UsageError:
-        return  # `check_model` says so
-    if found:
+    if found := _readable(options):
         raise_together(list(uncut_gates(options, found[2], version("megatron-core"))))
 
 
@@ -349,6 +338,13 @@ def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None
         return config, family, fields
     except DataError as error:
         raise UsageError(error.what, error.hint) from None
+
+
+def _readable(options: Options) -> tuple[Config, Family, dict[str, Any]] | None:
+    """As `_described`; None too for a config.json that is refused, which `check_model` says."""
+    with contextlib.suppress(UsageError):
+        return _described(options)
+    return None
 
 
 def missing_packages(options: Options, installed: Callable[[str], bool] | None = None) -> Iterator[UsageError]:

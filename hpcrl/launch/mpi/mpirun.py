@@ -122,8 +122,6 @@ def _is_handed_on(name: str) -> bool:
 
 def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:
     if recipe is None:
-        from hpcrl.launch.job import reopen_job
-
         assert resume is not None
         return list(reopen_job(resume).stages)
     places = {"run": "{run}", "prepared": "{run}/prepared"}

@@ -102,8 +102,8 @@ def check_same_vocabulary(directory: Path, flag: str, own: Path) -> None:
     Args:
         own: the directory of --hf-checkpoint.
     """
-    theirs = _size(directory, flag)
-    ours = _size(own)
+    theirs = read_config(directory, flag).get("vocab_size")
+    ours = read_config(own).get("vocab_size")
     if theirs != ours:
         raise DataError(
             f"{flag} {directory} has a vocabulary of {theirs} tokens, --hf-checkpoint {own} of {ours}", HINT
@@ -117,11 +117,6 @@ def check_same_vocabulary(directory: Path, flag: str, own: Path) -> None:
 
 
 HINT = "a teacher's tokens must be the student's: choose a teacher with the same tokenizer"
-
-
-def _size(directory: Path, flag: str = "--hf-checkpoint") -> object:
-    config = read_config(directory, flag)
-    return (config.get("text_config") or config).get("vocab_size")
 
 
 def _tokens(directory: Path, flag: str = "--hf-checkpoint") -> dict[int, str]:

@@ -135,7 +135,9 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "save": save_bytes(options, count, layout),
         "start": start_bytes(options, count, layout, halved),
         "loaded states": renewed_bytes(options, count, layout),
-        "step": step_bytes(options, min(stepped, max(sizes))),
+        # what torch's Adam makes of the largest parameter as it takes a step, a copy where that is on the host;
+        # Transformer Engine's makes nothing
+        "step": (0.0 if converted(options) else 4.0 if offloaded(options) else 8.0) * min(stepped, max(sizes)),
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
     }
@@ -145,7 +147,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         if served_as(options, family, config) == "merged":
             largest = largest_adapted(family, config, layout, stage, options.megatron)
             gpu["weight update"] = merging_bytes(options, largest, gpu["weight update"])
-        gpu["start"] = max(gpu["start"], digest_bytes(max(sizes)))
+        gpu["start"] = max(gpu["start"], DIGEST * min(base_digest.BAND, max(sizes)))  # a band of the largest tensor
         if len(models) > 1:  # a critic has weights of its own until it takes the policy's
             gpu["start"] += count.fixed * weight_bytes(options)
         base = [size * weight_bytes(options) for size in sizes]  # each a block; what is trained lies in large ones
@@ -177,14 +179,6 @@ def optimizer_bytes(options: Options, count: Count, layout: Layout) -> float:
     return mine * (master + moments)
 
 
-def step_bytes(options: Options, largest: int) -> float:
-    """What torch's Adam makes of the largest parameter as it takes a step; of one that takes it on the host, a copy on
-    its way."""
-    if converted(options):  # Transformer Engine's Adam
-        return 0.0
-    return (4.0 if offloaded(options) else 8.0) * largest
-
-
 def start_bytes(options: Options, count: Count, layout: Layout, halved: int) -> float:
     """More than weights, gradients and optimizer, while a model is made and a checkpoint is loaded, at most.
 
@@ -195,12 +189,6 @@ def start_bytes(options: Options, count: Count, layout: Layout, halved: int) -> 
     if options.megatron.get("use_distributed_optimizer", True):
         copied = count.trained * weight_bytes(options) / layout.virtual_stages
     return max(copied - optimizer_bytes(options, count, layout), float(halved * weight_bytes(options)))
-
-
-def digest_bytes(largest: int) -> float:
-    """What the digest of an adapter's base takes: of so many numbers of a tensor at once, of which the `largest` has
-    all or more."""
-    return DIGEST * min(base_digest.BAND, largest)
 
 
 def renewed_bytes(options: Options, count: Count, layout: Layout) -> float:
