@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -111,18 +110,17 @@ def _write(
             assert copies is not None
             copy_part(part_directory(copies, part.rollout_id, part.rank), part, staging, without=(POSITION,))
 
-    def position() -> dict[str, Any]:
+    def position() -> Position:
         assert copies is not None
         path = part_directory(copies, newest.step[0], 0) / POSITION
         try:
-            return read_json(path, dict[str, Any], most=LARGEST)
+            return read_json(path, Position, most=LARGEST)
         except (OSError, Damaged) as error:
             raise HpcrlError(f"{path} cannot be read: {error}") from error
 
     agree(bring)
     source = newest.holders[0]
-    record = broadcast_json(agree(position, ranks.rank == source), source)
-    at = Position(record["rollout_id"], record["version"], record["data"])
+    at = msgspec.convert(broadcast_json(agree(position, ranks.rank == source), source), Position)
     save_load.commit(staging, final, at, run_id, ranks)
     if ranks.rank == 0:
         say(f"the step after {at.rollout_id} rollouts was complete in the memory of the hosts: saved {final}")

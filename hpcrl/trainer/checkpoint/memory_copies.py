@@ -58,14 +58,6 @@ POSITION = "position.json"  #: of rank 0's part: the record of the checkpoint
 ENDING = 30.0  #: seconds for which the end of a run waits for a copy that is on its way
 
 
-@dataclass(frozen=True)
-class CopyOrigin:
-    """What a copy says of where it comes from."""
-
-    run_id: str
-    attempt: int
-
-
 @dataclass
 class PendingCopy:
     """A copy that is being written.
@@ -116,7 +108,8 @@ class MemoryCopies:
         ranks: Ranks,
         copies: Path,
         hosts: Sequence[str],
-        origin: CopyOrigin,
+        run_id: str,
+        attempt: int,
         minutes: int,
         interval: int,
         also: Callable[[Position, Path], None] = save_load.nothing,
@@ -124,7 +117,7 @@ class MemoryCopies:
         self._policy = policy
         self._ranks = ranks
         self._copies = copies
-        self._origin = origin
+        self._origin = run_id, attempt
         self._interval = interval
         self._also = also
         self._partner = partners(hosts)[ranks.rank]
@@ -272,9 +265,7 @@ class MemoryCopies:
         return pending
 
     def _write_position(self, pending: PendingCopy) -> None:
-        at = pending.position
-        record = {"rollout_id": at.rollout_id, "version": at.version, "data": at.data}
-        write_unread(pending.directory / POSITION, msgspec.json.encode(record))
+        write_unread(pending.directory / POSITION, msgspec.json.encode(pending.position))
 
     def _run(self, pending: PendingCopy, job: Callable[[], None]) -> None:
         try:
@@ -285,15 +276,10 @@ class MemoryCopies:
     def _send(self, pending: PendingCopy) -> None:
         """Sum up this rank's part, and send it to its partner."""
         at = pending.position
-        part = Part(
-            self._origin.run_id,
-            at.rollout_id,
-            at.version,
-            self._origin.attempt,
-            self._ranks.rank,
-            dist.get_world_size(),
-            copy_files.index_files(pending.directory),
-        )
+        run_id, attempt = self._origin
+        files = copy_files.index_files(pending.directory)
+        world = dist.get_world_size()
+        part = Part(run_id, at.rollout_id, at.version, attempt, self._ranks.rank, world, files)
         copy_files.write_index(pending.directory, part)
         if self._partner is not None and self._group is not None:
             copy_files.send_part(pending.directory, part, self._partner, self._group)
@@ -329,6 +315,5 @@ def open_copies(
         if without and ranks.rank == 0:
             say(f"note: no copies are kept in memory: {without[0]} has no directory for them")
         interval = 0 if without else interval
-    origin = CopyOrigin(context.plan.run_id, context.plan.attempt)
-    minutes = context.options.distributed_timeout_minutes
-    return MemoryCopies(policy, ranks, copies or Path(), hosts, origin, minutes, interval, also)
+    run_id, attempt, minutes = context.plan.run_id, context.plan.attempt, context.options.distributed_timeout_minutes
+    return MemoryCopies(policy, ranks, copies or Path(), hosts, run_id, attempt, minutes, interval, also)

@@ -41,7 +41,7 @@ from hpcrl.models.shared.mtp import is_head
 from hpcrl.run import storage_errors
 from hpcrl.run.rundir import CHOSEN, TRACKER, flush, write_atomic
 from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
-from hpcrl.trainer.checkpoint.whole import RECORD, check, manifest, open_stored, saved_by
+from hpcrl.trainer.checkpoint.whole import RECORD, CheckpointRecord, check, manifest, open_stored, saved_by
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.lora.saved import ADAPTER, adapter_record, check_same_adapter, refuse_adapter, trained_tensors
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
@@ -207,10 +207,9 @@ def plan(state: dict[str, Any], staging: Path, divided: Any = None) -> Any:
 
 def commit(staging: Path, final: Path, position: Position, run_id: str, ranks: Ranks) -> None:
     """Add hpcrl.json, rename to `final` and name it in the tracker; collective."""
-    record = {"run_id": run_id, "rollout_id": position.rollout_id, "version": position.version, "data": position.data}
 
     def last() -> None:
-        record["files"] = manifest(staging)
+        record = CheckpointRecord(run_id, position.rollout_id, position.version, position.data, manifest(staging))
         write_atomic(staging / RECORD, msgspec.json.encode(record), mode=0o644)
         settle(staging, final, str(position.rollout_id))
 

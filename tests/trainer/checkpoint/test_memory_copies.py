@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(opts: Options, root: Path) -> list[float]:
     """Train, save, train, copy, train; the losses after the checkpoint."""
     from hpcrl.trainer.checkpoint import forked_writer
-    from hpcrl.trainer.checkpoint.memory_copies import CopyOrigin, MemoryCopies
+    from hpcrl.trainer.checkpoint.memory_copies import MemoryCopies
     from hpcrl.trainer.checkpoint.save_load import Position, save
 
     policy = start(opts)
@@ -42,7 +42,7 @@ def train(opts: Options, root: Path) -> list[float]:
     losses(policy, opts, DISK)
     save(policy, ranks, root / "disk", Position(DISK, DISK, {"prompt": DISK}), "run")
     after = losses(policy, opts, MEMORY - DISK)
-    copies = MemoryCopies(policy, ranks, root / HOSTS[ranks.rank], HOSTS, CopyOrigin("run", 0), 1, 1)
+    copies = MemoryCopies(policy, ranks, root / HOSTS[ranks.rank], HOSTS, "run", 0, 1, 1)
     assert copies.start_copy(Position(MEMORY, MEMORY, {"prompt": MEMORY}))
     assert not copies.start_copy(Position(END, END, {})), "one is on its way"
     if ranks.rank == 1:
