@@ -95,7 +95,9 @@ def commands(
             if part.host == host and slot in (None, part.slots[0]):
                 more = ["--index", str(index), "--node", str(node)]
                 found.append((f"{PART}{index}-node", node, [*python, "hpcrl.engine.follower", *base, *more]))
-    first = slot in (None, _lowest(plan, host))
+    engines = [part for index in range(len(plan.engines)) for part in plan.engine_nodes(index)]
+    used = [number for place in (*plan.trainers, *engines) if place.host == host for number in place.slots]
+    first = slot in (None, min(used, default=0))  # 0 where only the rollout process is
     for index, place in enumerate(plan.sandboxes):
         if place.host == host and first:
             found.append((SANDBOX, index, [*python, "hpcrl.sandbox.nodes.main", *base, "--index", str(index)]))
@@ -118,13 +120,6 @@ def commands(
             for rank in mine
         ]
     return found
-
-
-def _lowest(plan: Plan, host: str) -> int:
-    """The first slot that anything uses on a host; 0 where only the rollout process is."""
-    engines = [part for index in range(len(plan.engines)) for part in plan.engine_nodes(index)]
-    places = [p for p in (*plan.trainers, *engines) if p.host == host]
-    return min((slot for place in places for slot in place.slots), default=0)
 
 
 def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inherited: str | None) -> dict[str, str]:

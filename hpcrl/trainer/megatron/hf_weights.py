@@ -198,19 +198,15 @@ def export(
             continue
         own = mine.get(held.rule.megatron)
         if ahead >= PACE:
-            _wait_for_rank_0(policy, patient)
+            if policy.ranks.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # waiting for a send of NCCL's does not hold the host
+            dist.barrier(group=patient)
             ahead = 0
         ahead += held.nbytes
         value = None if own is None else own[1] if made is None else made(own[1])
         for name, tensor in zip(held.rule.hf, _collect(policy, held, value), strict=True):
             if name not in absent:
                 yield from ((called, tensor) for called in (name, *copies.get(name, ())))
-
-
-def _wait_for_rank_0(policy: Policy, patient: dist.ProcessGroup | None) -> None:
-    if policy.ranks.device.type == "cuda":
-        torch.cuda.current_stream().synchronize()  # waiting for a send of NCCL's does not hold the host
-    dist.barrier(group=patient)
 
 
 def _collect(policy: Policy, held: HeldParameter, parameter: torch.Tensor | None) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import psutil
 
 from hpcrl.doctor.selftest import trainer_model
 from hpcrl.doctor.selftest.registry import Check, CheckContext, Number, Outcome, Skip
-from hpcrl.doctor.selftest.tiny_model import parameters, write_config
+from hpcrl.doctor.selftest.tiny_model import CONFIG, parameters, write_config
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +35,9 @@ SPARE = 1 << 30  #: bytes of the GPU that a save or a load may take at most in a
 
 def layers(free_gpu: float, free_host: float, free_disk: float) -> int:
     """How many layers of WIDE the check's model has, at most 0 where not one fits."""
-    each, rest = parameters(one_layer())
+    each, rest = parameters(CONFIG | WIDE)
     most = min(SHARE * free_gpu / STATE, 0.8 * free_host / HOST, 0.8 * free_disk / FILES)
     return int((most - rest) // each)
-
-
-def one_layer() -> dict[str, Any]:
-    """The configuration of one layer of WIDE."""
-    from hpcrl.doctor.selftest.tiny_model import CONFIG
-
-    return CONFIG | WIDE
 
 
 def work(place: CheckContext) -> Outcome:
