@@ -129,7 +129,7 @@ def test_engine_refuses_damage(nursery: Nursery, tmp_path: Path, monkeypatch: py
         send(self)
 
     monkeypatch.setattr(DiskUpdate, "send", damaged)
-    with pytest.raises(PeerError, match="bytes than were written"):
+    with pytest.raises(PeerError, match="differs from what"):
         side.step()
     monkeypatch.undo()
     side.step()
