@@ -59,7 +59,7 @@ def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path, task: Path)
         "reached from 2 nodes",
         "clocks agree",
         "versions agree: ",
-        "all-reduce of 16 MiB over 3 ranks (gloo): ",
+        "node[1-3]: no GPU here",
     ):
         assert any(row.startswith("ok ") and line in row for row in done.stdout.splitlines()), (line, done.stdout)
     assert not list(tmp_path.rglob(".hpcrl-doctor-*")), "its directory is removed"
@@ -77,7 +77,6 @@ def test_unseen_directory_and_wrong_network(cluster: Cluster, tmp_path: Path, ta
     assert done.returncode == 1, done.stdout
     assert "fail  node2: it does not see" in done.stdout and "system that all nodes" in done.stdout
     assert "no interfaces fit ib0; it has eth0; name the network with --interface" in done.stdout
-    assert "nodes was not tried" in done.stdout
 
 
 def test_unsatisfiable_before_submission(cluster: Cluster, tmp_path: Path, task: Path) -> None:
