@@ -37,16 +37,24 @@ def test_a_region_cannot_be_cut_under_its_readers() -> None:
 def test_nothing_else_is_opened() -> None:
     region, other = Region(4096), Region(4096)
     good = region.to_wire()
+    unsealed = os.memfd_create("hpcrl-weights")
+    os.ftruncate(unsealed, 4096)
     for change in (
         {"inode": good["inode"] + 1},
         {"size": 64},
         {"fd": other.fd},
         {"fd": 0},
+        {"fd": unsealed, "inode": os.fstat(unsealed).st_ino},
+        {"fd": "3/../../self/fd/3"},
+        {"pid": -1},
+        {"pid": True},
+        {"more": 1},
     ):
         with pytest.raises(ValueError, match=r"region"):
             open_region(good | change)
     with pytest.raises(OSError, match="No such file"):
         open_region(good | {"pid": 2**22})
+    os.close(unsealed)
     region.close()
     with pytest.raises((OSError, ValueError)):
         open_region(good)

@@ -164,7 +164,7 @@ class PieceReceiver:
             self.maps[owner] = self.transport.open(wire), half
         buffer, half = self.maps[owner]
         begin = message.half * half + message.offset
-        if begin + message.nbytes > len(buffer):
+        if type(half) is not int or half < 0 or begin + message.nbytes > len(buffer):
             raise ValueError(f"{message.nbytes} bytes at {begin} of a memory of {len(buffer)}")
         return buffer[begin : begin + message.nbytes]
 

@@ -17,21 +17,53 @@ group uses it again.
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from hpcrl.errors import PeerError
-from hpcrl.weights.pieces.device_memory import Block, DeviceMemory, HostMemory, settle
+from hpcrl.weights.pieces.device_memory import NAME_BYTES, Block, DeviceMemory, HostMemory, settle
 from hpcrl.weights.pieces.device_transport import DeviceTransport
 from hpcrl.weights.pieces.peer_transport import Transfer
 from hpcrl.weights.pieces.wire import DATA
 
 FIX = "use --weight-transfer shm"
 LEAVING = 5.0  #: seconds that a device has to end what it does when we leave
+
+
+class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How others open a member's memory.
+
+    Attributes:
+        name: base64.
+        size: bytes.
+        place: of its device (`DeviceMemory.place`).
+    """
+
+    name: str
+    size: int
+    place: str
+
+
+def read_exported(wire: Mapping[str, Any]) -> tuple[bytes, Exported]:
+    """(the name's bytes, the rest).
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    try:
+        found = msgspec.convert(dict(wire), Exported, strict=True)
+        name = base64.b64decode(found.name, validate=True)
+    except (msgspec.ValidationError, binascii.Error) as error:
+        raise ValueError(f"malformed memory of a device: {error}") from error
+    if len(name) != NAME_BYTES or found.size <= 0:
+        raise ValueError(f"malformed memory of a device: a name of {len(name)} bytes for {found.size} bytes")
+    return name, found
 
 
 @dataclass
@@ -86,13 +118,13 @@ class IpcTransport(DeviceTransport):
         memory = self.exported_memory.memory
         block = self.exported_memory.allocate(size)
         name = base64.b64encode(memory.name(block)).decode()
-        wire = {"name": name, "size": block.buffer.numel(), "place": memory.place}
-        return IpcMessageMemory(block.buffer[:size], wire)
+        wire = Exported(name, block.buffer.numel(), memory.place)
+        return IpcMessageMemory(block.buffer[:size], msgspec.to_builtins(wire))
 
     def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
         """Raise PeerError where this device cannot reach that one."""
-        name = base64.b64decode(wire["name"])
-        self._opened.append(self.exported_memory.memory.open(name, wire["size"], wire["place"]))
+        name, found = read_exported(wire)
+        self._opened.append(self.exported_memory.memory.open(name, found.size, found.place))
         return self._opened[-1].buffer
 
     def settle(self) -> None:

@@ -23,7 +23,7 @@ from hpcrl.transport.torch_store import open_store
 from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut, digest
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory, Runtime, tensor_at
-from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport
+from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport, read_exported
 from hpcrl.weights.pieces.peer_transport import Transfer
 from hpcrl.weights.pieces.piece_update import _check_hosts
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
@@ -180,6 +180,29 @@ def wire(**change: Any) -> dict[str, Any]:
     memory = HostMemory()
     block = memory.allocate(64)
     return {"name": base64.b64encode(memory.name(block)).decode(), "size": 64, "place": "host", "keep": block} | change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "AAAA"}, "a name of 3 bytes"),
+        ({"name": "no base64!"}, "memory of a device"),
+        ({"name": 7}, "memory of a device:.*name"),
+        ({"size": "64"}, "memory of a device:.*size"),
+        ({"size": 0}, "for 0 bytes"),
+        ({"size": -1}, "for -1 bytes"),
+        ({"offset": 3}, "memory of a device:.*offset"),
+        ({"place": None}, "memory of a device:.*place"),
+    ],
+)
+def test_a_name_is_checked_field_by_field(change: dict[str, Any], message: str) -> None:
+    good = wire()
+    block = good.pop("keep")
+    name, found = read_exported(good)
+    assert len(name) == NAME_BYTES and found.size == 64 == block.buffer.numel()
+    bad = {**good, **change}
+    with pytest.raises(ValueError, match=message):
+        read_exported(bad)
 
 
 def test_forged_memory_is_refused() -> None:
