@@ -98,12 +98,10 @@ def _send(run: Run, tracker: str) -> int:
 
     sender = Sender(tracker)
     page = run.root / "report.html"
-    count = 0
-    for name, records, place in sender.send_new(run, page if page.is_file() else None):
-        count += records
+    found = list(sender.send_new(run, page if page.is_file() else None))
+    for name, records, place in found:
         print(f"{name}: {records} records, {place}")
-    sender.close()
-    if not count:
+    if not found:
         print(f"nothing new in {run.root}")
     _notes(run)
     return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from hpcrl.config.options import Options
+from hpcrl.errors import DeadlineError
 from hpcrl.report.progress import say
 from hpcrl.report.run_files import Run
 from hpcrl.report.trackers.record import Sender
@@ -28,7 +29,7 @@ from hpcrl.run.started_runs import is_run
 from hpcrl.utils.deadline import Deadline
 
 LOOK = 5.0  #: seconds between two looks at the metrics
-PARTING = 30.0  #: seconds that the last records may take
+PARTING = 8.0  #: seconds that the last records may take: fewer than the host waits for its last role
 
 
 def trackers_of(options: Options) -> list[str]:
@@ -69,8 +70,8 @@ def follow(root: Path, tracker: str, asked: threading.Event) -> None:
     ends = False
     while not ends:
         ends = asked.wait(LOOK)
-        deque(sender.send_new(Run(root), None, samples=ends), maxlen=0)
-    sender.close()
+        with contextlib.suppress(DeadlineError):  # another tracker's process is sending: the next look sends more
+            deque(sender.send_new(Run(root), None, last=ends), maxlen=0)
 
 
 def main(argv: list[str]) -> int:

@@ -93,26 +93,35 @@ class Sender:
         self._stack = contextlib.ExitStack()
         self._open: tuple[str, Callable[[TrackedStage], str]] | None = None
 
-    def send_new(self, run: Run, report: Path | None, samples: bool = True) -> Iterator[tuple[str, int, str]]:
+    def send_new(self, run: Run, report: Path | None, last: bool = True) -> Iterator[tuple[str, int, str]]:
         """Send what is new of every stage; yields (name, records, where it can be looked at) of each.
+
+        Args:
+            last: send samples and the report too, and close a stage there before its records count as sent.
 
         Raises:
             HpcrlError: if the tracker refuses what it is sent, or another process is sending the run.
         """
         with sending(run.root):
             sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
+            done = sent.setdefault(self._tracker, {})
             for stage in run.stages:
-                before = sent.get(self._tracker, {}).get(stage.name, 0.0)
-                rows = [row for row in read_metrics(stage.root / "metrics.jsonl") if _time(row) > before]
-                if not rows:
+                rows = list(read_metrics(stage.root / "metrics.jsonl"))
+                newest, also = max(map(_time, rows), default=0.0), f"{stage.name} {'report' if report else 'samples'}"
+                rows = [row for row in rows if _time(row) > done.get(stage.name, 0.0)]
+                if not rows and not (last and newest > done.get(also, 0.0)):
                     continue
-                found = _tracked(run, stage, rows, report, samples)
+                found = _tracked(run, stage, rows, report, last)
                 try:
                     place = self._send(found)
+                    if last:
+                        self.close()
                 except Exception as error:
                     what = f"{type(error).__name__}: {error}"
                     raise HpcrlError(f"{self._tracker} has not taken {found.name}: {what}") from error
-                sent.setdefault(self._tracker, {})[stage.name] = max(map(_time, rows))
+                done[stage.name] = newest
+                if last:
+                    done[also] = newest
                 write_atomic(run.root / SENT, msgspec.json.encode(sent))
                 yield found.name, len(rows), place
 

@@ -32,7 +32,7 @@ def opened(stage: TrackedStage) -> Iterator[Callable[[TrackedStage], str]]:
             import pandas
 
             table = trackio.Table(dataframe=pandas.DataFrame(stage.samples, columns=list(COLUMNS)))
-            trackio.log({"samples": table}, step=stage.rows[-1][0])
+            trackio.log({"samples": table}, step=stage.rows[-1][0] if stage.rows else None)
         return f"{stage.project}: {stage.name}"
 
     yield send

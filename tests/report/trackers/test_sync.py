@@ -92,6 +92,18 @@ def test_what_is_sent(
     assert len([name for name, *_ in calls if name in ("log", "log_metrics")]) == len(logged) - 1
 
 
+def test_samples_and_page_follow_metrics(run: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """A live process that has sent all metrics sends the samples as it ends; what has no page yet gets it later."""
+    sender = record.Sender("wandb")
+    assert [count for _, count, _ in sender.send_new(Run(run), None, last=False)] == [2]
+    assert "1+1=" not in repr(calls) and "finish" not in [name for name, *_ in calls]
+    assert [count for _, count, _ in sender.send_new(Run(run), None)] == [0]
+    assert "1+1=" in repr(calls) and "finish" in [name for name, *_ in calls]
+    assert main(["report", str(run), "--to", "wandb"]) == 0 and "report.html" in repr(calls)
+    calls.clear()
+    assert main(["report", str(run), "--to", "wandb"]) == 0 and not calls
+
+
 def test_what_fails_is_sent_again(
     run: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
