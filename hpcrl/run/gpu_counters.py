@@ -21,6 +21,7 @@ from hpcrl.utils.untrusted_files import Damaged, read_json
 
 FOLDER = "gpu-errors"
 SECONDS = 20.0
+LEAVING = 3.0  #: and at the end, where a host may be told to end within seconds
 QUERY = ["nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
 #: lines of `nvidia-smi nvlink -e` that mean a bad link; others, as FEC's, count in health too
 LINK = re.compile(r"(Link \d+): ((?:Replay|Recovery|CRC)[\w ]* Errors): (\d+)")
@@ -33,15 +34,15 @@ class GpuErrors(msgspec.Struct):
     end: dict[str, int] = {}
 
 
-def read_counters() -> dict[str, int]:
+def read_counters(seconds: float = SECONDS) -> dict[str, int]:
     """Every counter of an error that the driver shows, since it was loaded -> its count."""
     found = {}
-    for line in run_command(QUERY, SECONDS).out.splitlines():
+    for line in run_command(QUERY, seconds).out.splitlines():
         index, _, errors = (word.strip() for word in line.partition(","))
         if errors.isdecimal():
             found[f"GPU {index}: uncorrected ECC errors"] = int(errors)
     gpu = ""
-    for line in run_command(["nvidia-smi", "nvlink", "-e"], SECONDS).out.splitlines():
+    for line in run_command(["nvidia-smi", "nvlink", "-e"], seconds).out.splitlines():
         gpu = line.partition(":")[0] if line.startswith("GPU ") else gpu
         if link := LINK.search(line):
             found[f"{gpu}: {link[2]} of NVLink {link[1]}"] = int(link[3])
@@ -60,7 +61,7 @@ def counting_errors(rundir: RunDir, host: str) -> Iterator[None]:
     try:
         yield
     finally:
-        kept.end = read_counters()
+        kept.end = read_counters(LEAVING)
         with contextlib.suppress(HpcrlError, OSError):
             file.parent.mkdir(exist_ok=True, mode=0o700)
             write_atomic(file, msgspec.json.encode(kept))
@@ -73,6 +74,6 @@ def grown_counters(stage: Path) -> list[str]:
         with contextlib.suppress(OSError, Damaged):
             found = read_json(file, GpuErrors)
             for name, end in found.end.items():
-                if (more := end - found.start.get(name, 0)) > 0:
+                if (more := end - found.start.get(name, end)) > 0:  # a driver may not have answered at the start
                     lines.append(f"host {file.stem}, {name} rose by {more}: exclude it, and ask the site to look at it")
     return lines

@@ -80,7 +80,7 @@ def check_gpu_needs(needed: Collection[str], gpus: bool = True, seconds: float =
     programs = {"CUDA": _CUDA, "FlashInfer": _FLASHINFER}
     names = sorted({*needed, *((*TRIED, *programs) if here else ())} - {"nvcc"})
     ask = lambda name: run_command([sys.executable, "-c", programs.get(name, _IMPORT), name], seconds, env=env)  # noqa: E731
-    with ThreadPoolExecutor(len(TRIED)) as pool:
+    with ThreadPoolExecutor(len(TRIED) + len(programs)) as pool:
         answers = dict(zip(names, pool.map(ask, names), strict=True))
     for name, answer in answers.items():
         why, top = answer.last_output, name.partition(".")[0]

@@ -214,10 +214,14 @@ def test_a_link_that_degrades_in_a_run_is_told(host: Path, rundir: RunDir, monke
         nvidia_smi(host, ecc=4, replays=19)
     (line,) = notes_of(rundir.root, [])
     assert line.startswith("host node1, GPU 1: Replay Errors of NVLink Link 3 rose by 12: exclude")
+    program(host, "nvidia-smi", "exit 9")  # the driver does not answer
+    with counting_errors(rundir, "node3"):
+        nvidia_smi(host, ecc=4, replays=19)
+    assert notes_of(rundir.root, []) == [line], "what it had counted before is not this run's"
     monkeypatch.setattr(gpu_environment, "gpus_are_here", lambda: False)
     with counting_errors(rundir, "node2"):
         pass
-    assert [file.name for file in (rundir.here / gpu_counters.FOLDER).iterdir()] == ["node1.json"]
+    assert {file.name for file in (rundir.here / gpu_counters.FOLDER).iterdir()} == {"node1.json", "node3.json"}
 
 
 @pytest.mark.parametrize("hidden", ["none", "option", "variable"])
