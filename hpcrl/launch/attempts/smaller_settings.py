@@ -1,4 +1,4 @@
-"""What the next attempt uses less of, after an out-of-memory error.  Pure.
+"""What the next attempt uses less of, after an out-of-memory error.
 
 Invariant: the loss depends on the batch alone, and so on nothing that is changed here: a trainer computes the same in
 smaller parts, an engine answers fewer requests at a time.
@@ -6,18 +6,22 @@ smaller parts, an engine answers fewer requests at a time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
+from hpcrl.models.family import find_family
+from hpcrl.models.files.config_json import read_config
 from hpcrl.planning.formulas.activations import RECOMPUTE, longest_sample, tokens_per_gpu
-from hpcrl.planning.formulas.engine_memory import utilization
+from hpcrl.planning.formulas.engine_memory import share, utilization
 from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.rundir import AttemptFailure
 
 ROWS = 1024  #: rows with logits at a time, of which half would spare little
 SHARE = 0.05  #: of a GPU, that an engine uses less
+REQUESTS = 256  #: that a server of vLLM's answers at a time, or more, by the GPU (vllm/engine/arg_utils.py)
 
 
 class Smaller(NamedTuple):
@@ -72,12 +76,23 @@ def _of_trainer(options: Options) -> Iterator[Smaller]:
 
 def _of_engine(options: Options, said: str) -> Iterator[Smaller]:
     """With a smaller share there would be even less for the cache."""
-    share = utilization(options)
-    if "cache blocks" not in said and "kv_cache_memory_bytes" not in options.vllm and share > 2 * SHARE:
-        yield _of_vllm(options, "gpu_memory_utilization", round(share - SHARE, 3), share)
-    most = int(options.vllm.get("max_num_seqs") or options.rollout_server_concurrency)
+    used = _share_in_use(options, said)
+    if "cache blocks" not in said and "kv_cache_memory_bytes" not in options.vllm and used > 2 * SHARE:
+        yield _of_vllm(options, "gpu_memory_utilization", round(used - SHARE, 3), used)
+    most = int(options.vllm.get("max_num_seqs") or min(options.rollout_server_concurrency, REQUESTS))
     if most > 1:
         yield _of_vllm(options, "max_num_seqs", most // 2, options.vllm.get("max_num_seqs", ""))
+
+
+def _share_in_use(options: Options, said: str) -> float:
+    """The share of a GPU that the engine had: less than vLLM's own where a weight update needs room, of a GPU of the
+    size that the error tells."""
+    if told := re.search(r"utilization \((0?\.\d+)", said):
+        return float(told[1])
+    if not (size := re.search(r"total capacity of ([\d.]+) GiB", said)):
+        return utilization(options)
+    config = read_config(options.hf_checkpoint)
+    return share(options, find_family(config, options.hf_checkpoint), config, float(size[1]) * 2**30)
 
 
 def _smaller(name: str, value: float, old: Any) -> Smaller:

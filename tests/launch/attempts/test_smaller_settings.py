@@ -61,12 +61,13 @@ def test_recomputing_all_leaves_the_rest() -> None:
 
 def test_the_ladder_of_an_engine() -> None:
     """A share without room for a cache is not made smaller, and one has no effect where the cache has a size."""
-    both = ["--vllm-gpu-memory-utilization 0.85 instead of 0.9", "--vllm-max-num-seqs 256"]
+    both = ["--vllm-gpu-memory-utilization 0.85 instead of 0.9", "--vllm-max-num-seqs 128"]
     given = {"vllm": {"gpu_memory_utilization": 0.9}}
     assert steps("engine", SHARE, 2, **given) == both
     assert steps("engine-0-node", TORCH, 2, **given) == both
     assert steps("trainer", f"engine 0 on a: {TORCH} (noticed during the update)", 2, "PeerError", **given) == both
     assert steps("engine", TORCH, 9, vllm={"gpu_memory_utilization": 0.1, "max_num_seqs": 1}) == []
+    assert steps("engine", SHARE.replace("(0.9", "(0.8"), 1) == ["--vllm-gpu-memory-utilization 0.75 instead of 0.8"]
     few = ["--vllm-max-num-seqs 4 instead of 8", "--vllm-max-num-seqs 2 instead of 4"]
     assert steps("engine", CACHE, 2, vllm={"max_num_seqs": 8}) == few
     assert steps("engine", TORCH, 2, vllm={"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30}) == few
