@@ -80,7 +80,7 @@ _MISTAKES = (
     ArithmeticError,
     AssertionError,
     AttributeError,
-    ImportError,
+    ModuleNotFoundError,
     LookupError,
     NameError,
     TypeError,

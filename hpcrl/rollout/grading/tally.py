@@ -38,6 +38,7 @@ class Tally:
     prompts: set[str]
     counted: str = "gradings"
     failed: int = 0
+    mistakes: int = 0
 
     def fail(self, prompt: str, text: str, mistake: bool = False) -> None:
         """Count one.
@@ -49,11 +50,12 @@ class Tally:
             HpcrlError: once they are more than the limit and come from more than one prompt, or more than the batch.
         """
         self.failed += 1
+        self.mistakes += mistake
         if len(self.prompts) < 2:
             self.prompts.add(prompt)
         several = len(self.prompts) > 1 or not self.limit or self.failed > self.size
         if several and self.failed > self.limit * self.size:
-            raise (CodeError if mistake else HpcrlError)(
+            raise (CodeError if 2 * self.mistakes > self.failed else HpcrlError)(
                 f"{text} ({self.failed} of the {self.size} {self.counted} of {self.what} failed, more than "
                 f"--reward-max-failed {self.limit:g})",
                 "the rollout's log has the tracebacks",

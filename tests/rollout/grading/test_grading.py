@@ -466,6 +466,16 @@ def test_one_bad_prompt_never_stops_a_run() -> None:
         Tally("rollout 0", 8, 8, 0.1, set(), failed=8).fail("p.jsonl, line 9", "it raised")
 
 
+def test_a_service_that_fails_is_no_mistake() -> None:
+    """Nor is the last error, of an answer that a busy service gave."""
+    tally = Tally("rollout 0", 8, 8, 0.3, set())
+    for number in range(2):
+        tally.fail(f"p.jsonl, line {number}", "it timed out")
+    with pytest.raises(HpcrlError) as caught:
+        tally.fail("p.jsonl, line 2", "it raised KeyError", mistake=True)
+    assert type(caught.value) is HpcrlError
+
+
 # ---- what is refused at the start
 
 
