@@ -13,7 +13,6 @@ together; who waits for one has a deadline.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -45,6 +44,12 @@ class CheckpointWriter:
         self.process.start()
         theirs.close()
         self.answer: Any = None
+        self.late = False
+
+    def end_late(self) -> None:
+        """End one that has taken too long: it may wait for a lock that a thread of this process held at the fork."""
+        self.late = True
+        self.process.kill()
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
@@ -54,13 +59,15 @@ class CheckpointWriter:
         """Wait until it has ended, or said what it wrote, but no longer than that."""
         deadline = Deadline(seconds)
         while not self.done() and not deadline.over:  # one that is killed closes its pipe before it has ended
-            wait([self.mine, self.process.sentinel], deadline.left)
+            wait([self.process.sentinel] if self.mine.closed else [self.mine, self.process.sentinel], deadline.left)
 
     def _heard(self) -> bool:
         """Whether it has said what it wrote."""
-        if self.answer is None and self.mine.poll():
-            with contextlib.suppress(Exception):  # it died, maybe while it sent this: hand_over says how
+        if self.answer is None and not self.mine.closed and self.mine.poll():
+            try:
                 self.answer = self.mine.recv()
+            except Exception:  # noqa: BLE001  (it died, maybe while it sent this: hand_over says how)
+                self.mine.close()
         return self.answer is not None
 
     def hand_over(self) -> None:
@@ -75,6 +82,8 @@ class CheckpointWriter:
             self.process.kill()
             self.process.join(ENDING)
         self.mine.close()
+        if not heard and self.late:
+            raise HpcrlError("the process that wrote it took too long, and was ended")
         if not heard:
             raise HpcrlError(f"the process that wrote it {how_it_ended(self.process.exitcode or 0)}")
         self.results.put(self.answer)

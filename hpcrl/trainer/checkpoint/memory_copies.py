@@ -187,8 +187,8 @@ class MemoryCopies:
             self._complete(self._patience)
         if self._pending is not None:
             self._pending.late = True
-            if self._pending.writer is not None:  # it may wait for a lock that a thread of ours held as it was forked
-                self._pending.writer.process.kill()
+            if self._pending.writer is not None:
+                self._pending.writer.end_late()
             if self._ranks.rank == 0:
                 what = f"the copy of the state after {self._pending.position.rollout_id} rollouts"
                 say(f"note: {what} was not in memory within {self._patience:.0f} s: training continues without it")
