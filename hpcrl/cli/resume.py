@@ -268,7 +268,7 @@ def resume(argv: list[str]) -> int:
         return 0
     if change:
         with hold_run(root), change():
-            pass
+            print(f"the new settings are in {root}")
     if record.scheduler == "mpirun":
         raise UsageError(f"{root} ran under mpirun", f"hpcrl launch --resume {root} --hostfile FILE")
     from hpcrl.launch.local import run_recipe

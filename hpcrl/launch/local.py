@@ -86,7 +86,7 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
     """Start a recipe, or resume a run; returns the exit status.
 
     Args:
-        overrides: what the flags set; of a run that is resumed --live-code alone.
+        overrides: what the flags set; of a run that is resumed only --live-code counts.
 
     Raises:
         HpcrlError: says what went wrong.

@@ -1,7 +1,7 @@
 """Whether a run that is started again and again gets anywhere.
 
 Invariant: a run that has failed in FRUITLESS attempts one after another without a new checkpoint, on disk or in memory,
-is the run is not restarted automatically, neither in its job nor in another.
+is not restarted automatically, neither in its job nor in another.
 """
 
 from __future__ import annotations
