@@ -240,7 +240,7 @@ def test_finished_run_is_extended(tmp_path: Path, uncut: Path, monkeypatch: pyte
     sent = list[TrackedStage]()
     opened = lambda stage: nullcontext(lambda stage: sent.append(stage) or "here")  # noqa: E731
     monkeypatch.setattr(wandb, "opened", opened)
-    monkeypatch.setattr(record, "_installed", lambda name: True)
+    monkeypatch.setattr(record, "check_tracker", lambda tracker: None)
     assert main(["report", str(root), "--to", "wandb"]) == 0
     for number, words in ((3, "6 rollouts are done"), (8, "")):
         done = subprocess.run(

@@ -71,6 +71,6 @@ def test_a_sandbox_node_is_cut_off(cluster: Cluster, tmp_path: Path, task: Path,
     rewards = [json.loads(line)["reward"] for data in samples(job.root).values() for line in data.splitlines()]
     assert len(rewards) == rollouts * GROUPS * EACH and min(rewards) >= 1
     said = [(job.root / f"logs/attempt-0/sandbox-{index}.log").read_text() for index in (0, 1)]
-    assert all("of the kind unshare" in text for text in said) and "were handed out" in said[0]
+    assert all("of the kind unshare" in text for text in said) and "sandboxes were used" in said[0]
     found = account(job.root)
     assert (found.following, found.trained, found.wrong) == (rollouts * GROUPS, rollouts * GROUPS, [])
