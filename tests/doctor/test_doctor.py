@@ -652,7 +652,7 @@ def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
     findings = examine(job, tmp_path / "nodes", seconds=60)
     lines = "\n".join(finding.line() for finding in findings)
     wrong = bad(findings)
-    assert wrong[0] == "fail  node[1-2]: its is a loopback address; name the site's network: interface ="
+    assert wrong[0] == "fail  node[1-2]: its address is a loopback address; name the site's network: interface ="
     assert wrong[1].startswith("fail  node[1-2]: no_such does not import: ModuleNotFoundError") and "no GPU" in lines
     assert len(wrong) > 2 and all("of host memory free" in line for line in wrong[2:])
     assert "ok    all 2 nodes see one run" in lines
