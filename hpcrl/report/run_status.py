@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import CodeError, HpcrlError
 from hpcrl.report.metrics import WINDOW, evaluated, measure, number, seconds_left, step_rows, step_time
 from hpcrl.report.not_learning import notes_of
 from hpcrl.report.run_files import Run, StageFiles
@@ -142,8 +142,8 @@ def judge_run(
             ways["slurm"] = "give Slurm its script again: SCRIPT --run-dir {}"
         again = ways.get(status.scheduler, "hpcrl resume {}").format(status.run)
         status.next = again
-        if phase == "failed" and stage and stage.failure:
-            from hpcrl.run.code_files import how_to_fix  # with asyncio, which a list of runs does without
+        if phase == "failed" and stage and stage.failure and stage.failure.kind == CodeError.__name__:
+            from hpcrl.run.code_files import how_to_fix  # imports asyncio, which other runs do without
 
             status.next = how_to_fix(run.root, stage.failure, again) or again
     status.stop_asked = (run.root / STOP).exists() and phase in WORKING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,13 +93,14 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=["help", "run help", "dry run", "unknown flag", "submit", "plan help", "completion", "status"],
 )
-def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path) -> None:
+def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path, tmp_path: Path) -> None:
     code = (
         f"import sys; from hpcrl.cli.main import main; main(sys.argv[1:]); print('imported', [m for m in {spared!r} if m in "
         "sys.modules])"
     )
     words = [str(recipe) if word == "RECIPE" else word for word in argv]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}  # `hpcrl status` lists the runs that are recorded here
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, env=env)
     assert done.stdout.splitlines()[-1] == "imported []", done.stdout + done.stderr
 
 
