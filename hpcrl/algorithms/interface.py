@@ -160,7 +160,7 @@ class TokenBatch:
         greedy: bool [r], whether the token is the likeliest.
         old: [r], log-probs of the policy that the ratio is taken to (--use-rollout-logprobs: the engine's); where no
             pass computed them: `logprobs.detach()`.
-        trainer: [r], the trainer's log-probs under the weights that sampled: `old`, but for --use-rollout-logprobs
+        trainer: [r], the trainer's log-probs under the weights that sampled: `old`, except with --use-rollout-logprobs
             `logprobs.detach()`.
         rollout: [r], the engine's log-probs.
         advantages: [r].

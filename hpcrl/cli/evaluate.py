@@ -244,7 +244,7 @@ def recipe_text(name: str, prepare: Any, values: Mapping[str, Any]) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML has it: as JSON, but for tables."""
+    """A value as TOML writes it: as JSON, except tables."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{spell(key)} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
     if isinstance(value, list):

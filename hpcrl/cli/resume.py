@@ -1,10 +1,10 @@
 """`hpcrl resume`: resume a run the way it was started, for longer (--num-rollout), from an earlier checkpoint
 (--ckpt-step) or in another layout.
 
-Invariants: a run keeps the options that it began with, but for those of LAYOUT, which change no sample; what this
-command cannot start names the command that can.  Nothing else changes, and nothing is removed: a learning-rate schedule
-that was made for the old length is not stretched, but refused; the tracker names the earlier checkpoint, and what the
-run saves from there on replaces the later ones.
+Invariants: a run keeps the options that it began with, except those of LAYOUT, which change no sample.  The error for
+another option names the command that starts a run with it.  Nothing is removed: a learning-rate schedule that was made
+for the old length is not stretched, but refused; the tracker names the earlier checkpoint, and what the run saves from
+there on replaces the later ones.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def current_stage(job: RunJob) -> Any:
 
 
 def _void(options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a layout that mean nothing in a smaller one, at their defaults, but for those that were given."""
+    """The defaults of the layout's options that mean nothing in a smaller layout and were not given."""
     names = ["sequence_parallel"] if options.tensor_model_parallel_size == 1 else []
     if options.pipeline_model_parallel_size == 1:
         names += ["num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"]

@@ -1,6 +1,6 @@
 """A command line -> options by name, as a recipe has them; and back.
 
-Invariant: every word has been understood: what is unknown, refused or mistyped is told at once, all of it in one error.
+Invariant: every word has been understood: one error names all that is unknown, refused or mistyped.
 """
 
 from __future__ import annotations

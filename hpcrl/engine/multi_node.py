@@ -4,7 +4,7 @@ its server gets from the supervisor.
 The first part chooses two free ports of its host and publishes them (`MeetingPeer`); vLLM binds them itself.  The
 server's socket is bound before the server starts, so that its port is known and belongs to no other process.
 
-Invariant: pure but for choosing and reading ports; imports neither torch nor vLLM.
+Invariant: pure, except that it chooses and reads ports; imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class AllocationRequest(msgspec.Struct, frozen=True):
 
 
 def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | None = None) -> AllocationRequest:
-    """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of
-    them, but for --spares.
+    """The smallest allocation of the site's layout in which every stage has its plan; every node in it, except
+    --spares, has work in one of them.
 
     Args:
         margin: measured in an earlier attempt; None: the site's, or else a floor.

@@ -222,7 +222,7 @@ class HostRoles:
         return f"on {self.host} process {found[0].pid} of the failed attempt cannot be killed" if found else ""
 
     def _orphans(self) -> list[psutil.Process]:
-        """What lives below this process, but for the roles that are left and what they have started."""
+        """The processes below this one, without the roles that are left running and what they have started."""
         kept: set[int] = set()
         for role in self.roles:
             with contextlib.suppress(psutil.Error):

@@ -1,10 +1,11 @@
-"""Engines and sandboxes of one host: what has ended is started again.
+"""Start the ended engines and sandbox servers of one host again.
 
-An engine is, as often as it may be in an attempt; a server of sandboxes whenever it has ended, after pauses that grow.
+--attempts limits how often an engine starts again in an attempt.  A sandbox server starts again whenever it has ended,
+after pauses that grow.
 
-Invariants: an engine has one process at a time, and its own incarnation for each; what is not started again stays
-among the host's roles, where it is taken for the failure that it is; a server that has never served is not started
-again: what it says of itself is the attempt's error.
+Invariants: an engine has one process at a time, and each process has its own incarnation.  A role that does not start
+again stays among the host's roles, where it counts as a failure.  A server that has never served does not start again:
+its error is the attempt's error.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Routing:
         """Such a column [tokens, layers, bytes] as experts [tokens, layers, experts a token], a view.
 
         Raises:
-            DataError: if it is of other layers or of another number of experts, or names one that there is not.
+            DataError: if it is of other layers or of another number of experts, or names one that does not exist.
         """
         wanted = (len(self.layers), self.chosen * self.dtype.itemsize)
         if column.shape[1:] != wanted:

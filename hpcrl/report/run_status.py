@@ -4,7 +4,7 @@ Phases: `pending` (waits in the queue), `preparing`, `starting`, `running`, `sav
 (ended early, to be started again), `finished`, `stopped` (saved; can be resumed), `failed`, `cancelled`, and `lost`: it
 should be at work and gives no sign of life.
 
-Invariant: pure but for the reading of the directory; a launcher's word counts only as long as it is fresh, or final and
+Invariant: pure, except that it reads the directory; a launcher's word counts only as long as it is fresh, or final and
 newer than the job that is in the queue now.
 """
 

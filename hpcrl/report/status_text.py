@@ -165,7 +165,7 @@ def speed_rows(s: Status) -> list[tuple[str, str]]:
 
 
 def fault_rows(faults: Sequence[Fault], said: str = "") -> list[tuple[str, str]]:
-    """What faults have cost so far, and the last of them, but for what is said above."""
+    """The cost of faults so far, and the last fault, without what the lines above say."""
     if not faults:
         return []
     over = [fault for fault in faults if fault.seconds is not None]

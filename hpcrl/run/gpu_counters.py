@@ -1,8 +1,8 @@
-"""Errors that the GPUs and NVLinks of a host have counted, at the beginning and at the end of its part of a run.
+"""The error counters of a host's GPUs and NVLinks, at the start and at the end of its part of a run.
 
     STAGE/attempts/N/gpu-errors/HOST.json      GpuErrors; its folder is there where a host has GPUs
 
-Invariant: a driver that does not answer within SECONDS, or counts nothing, costs nothing but that time.
+Invariant: a driver that does not answer within SECONDS costs that time, and fails no run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpcrl.utils.untrusted_files import Damaged, read_json
 
 FOLDER = "gpu-errors"
 SECONDS = 20.0
-LEAVING = 3.0  #: and at the end, where a host may be told to end within seconds
+LEAVING = 3.0  #: the limit at the end, where a host may have to end within seconds
 QUERY = ["nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
 #: lines of `nvidia-smi nvlink -e` that mean a bad link; others, as FEC's, count in health too
 LINK = re.compile(r"(Link \d+): ((?:Replay|Recovery|CRC)[\w ]* Errors): (\d+)")

@@ -60,7 +60,7 @@ class HeartbeatWriter:
     def _beat(self) -> None:
         number = 0
         while True:
-            with contextlib.suppress(OSError):  # a full disk is told by those who need it
+            with contextlib.suppress(OSError):  # those who need the disk report that it is full
                 self._beside.write_text(f"{os.getpid()} {number}")
                 self._beside.replace(self.path)
             number += 1

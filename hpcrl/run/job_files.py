@@ -70,7 +70,7 @@ _WRITING = threading.RLock()  #: a process's writers of state.json, one after th
 
 
 def write_state(root: Path, state: JobState) -> None:
-    """Write it.  A full disk is told by those who need it: no error is raised."""
+    """Write it.  No error is raised on a full disk: those who need it report it."""
     with _WRITING, contextlib.suppress(OSError, HpcrlError):
         write_atomic(root / STATE, msgspec.json.encode(state))
 

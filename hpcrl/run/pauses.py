@@ -33,7 +33,7 @@ CARRIED = "carried.json"  #: a file in attempts/N
 
 
 class PausedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A host on which an attempt has ended, but for its engines.
+    """A host on which an attempt has ended, except its engines.
 
     Attributes:
         engines: the engines that are well, and their incarnations.

@@ -1,7 +1,7 @@
 """What was found by looking before anything runs: one line each, for `hpcrl doctor` and for the commands that refuse a
 run early.
 
-Invariant: what is found is told, never raised: a check that cannot be made is a finding too, with its reason.
+Invariant: a finding is reported, never raised: a check that cannot be made is a finding too, with its reason.
 """
 
 from __future__ import annotations

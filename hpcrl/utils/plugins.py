@@ -56,7 +56,7 @@ class PluginFolder:
         return found
 
     def hint(self, name: str, otherwise: str = "", also: Sequence[str] = ()) -> str:
-        """What to do about a name that there is not.
+        """What to do about an unknown name.
 
         Args:
             otherwise: what may be given in place of a name.

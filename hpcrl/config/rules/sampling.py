@@ -60,7 +60,7 @@ def check_sampling(o: Options) -> None:
 
 
 def check_filling(o: Options) -> None:
-    """Raise UsageError for groups that could not fill a rollout, or a filter that there is not."""
+    """Raise UsageError for groups that could not fill a rollout, or an unknown filter."""
     if o.over_sampling_batch_size is not None and o.over_sampling_batch_size < o.rollout_batch_size:
         raise UsageError(
             f"--over-sampling-batch-size {o.over_sampling_batch_size} is less than --rollout-batch-size "

@@ -4,7 +4,7 @@
 
 `flags.toml` says what becomes of each flag.  Invariants: a flag has one verdict, and one that names an option of hpcrl
 is true of the options that are declared now; no word is dropped without a line that says why; what cannot be honoured
-is told all at once.
+is in one error.
 """
 
 from __future__ import annotations

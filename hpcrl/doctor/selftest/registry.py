@@ -103,7 +103,7 @@ def choose_checks(only: Sequence[str], every: Mapping[str, Check]) -> dict[str, 
     """Those named, or all.
 
     Raises:
-        UsageError: for a name that there is not.
+        UsageError: for an unknown name.
     """
     for name in only:
         if name not in every:

@@ -172,7 +172,7 @@ class Registry:
         return [m for m in self.members.values() if m.state == "serving"]
 
     def waiting(self) -> list[Engine]:
-        """Who answers nothing for want of weights."""
+        """Engines that answer nothing because they have no weights."""
         return [m for m in self.members.values() if m.state == "joining"]
 
     def to_update(self) -> list[Engine]:

@@ -2,7 +2,7 @@
 
 vLLM fuses matrices (q, k, v into one), splits them over tensor-parallel workers, and its CPU build replaces each by a
 packed copy.  A `TensorShard` says where one checkpoint tensor is on this worker and shows it again: a linear layer by
-applying it to the identity (x * 1 + 0 + ... is exact, but for the sign of zero), an embedding by looking up all ids,
+applying it to the identity (x * 1 + 0 + ... is exact, except for the sign of zero), an embedding by looking up all ids,
 experts as experts.py says.
 
 Invariant: `pieces` covers every parameter of the model, or names the modules whose parameters it cannot show.

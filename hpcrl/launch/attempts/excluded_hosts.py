@@ -15,7 +15,7 @@ from hpcrl.run.rundir import RunDir
 
 
 def leave_out(hosts: Sequence[Host], names: Iterable[str], why: str, rundir: RunDir) -> list[Host]:
-    """The hosts but for these, which no attempt after this one uses; says and notes which take their places."""
+    """The hosts without these, which no later attempt uses; says and notes which hosts take their places."""
     left = list(hosts)
     for name in in_order(hosts, names):
         taker = replacement(left, name)

@@ -1,6 +1,6 @@
 """The processes by which the launcher holds the hosts of a run, through one attempt after another.
 
-Invariants: an attempt takes over the hosts of the one before it only when each of them, but for those that it leaves
+Invariants: an attempt takes over the hosts of the one before it only when each of them, except those that it leaves
 out, has said that nothing is left there but engines that are well; whatever happens, no process of an attempt outlives
 `end`.
 """
@@ -132,8 +132,8 @@ class HeldHosts:
         return self.carried.engines if self.carried else {}
 
     def pause(self, rundir: RunDir, poll: Callable[[], None]) -> bool:
-        """Wait until the failed attempt has ended on every host but for its engines: until none is `absent` but those
-        that are known to be lost, or for PAUSING seconds, or until a host's own process has ended.  Hosts that are
+        """Wait until the failed attempt has ended on every host, except its engines: until no host is `absent` except
+        those that are known to be lost, or for PAUSING seconds, or until a host's own process has ended.  Hosts that are
         expendable are not waited for: they follow when they can.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What is told of an attempt while it runs: on the screen, in state.json, in the launcher's timeline."""
+"""What is reported of an attempt while it runs: on the screen, in state.json, in the launcher's timeline."""
 
 from __future__ import annotations
 

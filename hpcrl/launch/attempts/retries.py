@@ -56,7 +56,7 @@ class FailedAttempt:
         return self.failure is not None and self.failure.kind in OWN
 
     def same(self, other: FailedAttempt) -> bool:
-        """Whether both ended in the same way at the same step: their words but for numbers are the same."""
+        """Whether both ended in the same way at the same step: their words are the same, numbers aside."""
         if self.failure is None or other.failure is None or self.step != other.step:
             return False
         ours, theirs = (_NUMBERS.sub("#", one.failure.message) for one in (self, other) if one.failure)

@@ -1,7 +1,7 @@
-"""What the next attempt uses less of, after an out-of-memory error.
+"""Settings that use less memory, for the attempt after an out-of-memory error.
 
-Invariant: the loss depends on the batch alone, and so on nothing that is changed here: a trainer computes the same in
-smaller parts, an engine answers fewer requests at a time.
+Invariant: nothing here changes the loss, which depends on the batch alone: a trainer computes the same in smaller parts,
+an engine answers fewer requests at a time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hpcrl.planning.formulas.engine_memory import share, utilization
 from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.rundir import AttemptFailure
 
-ROWS = 1024  #: rows with logits at a time, of which half would spare little
-SHARE = 0.05  #: of a GPU, that an engine uses less
-REQUESTS = 256  #: that a server of vLLM's answers at a time, or more, by the GPU (vllm/engine/arg_utils.py)
+ROWS = 1024  #: rows with logits at a time, at least: half of them would save little
+SHARE = 0.05  #: of a GPU's memory: how much less an engine uses at each step
+REQUESTS = 256  #: vLLM's smallest default of max_num_seqs for a server (vllm/engine/arg_utils.py)
 
 
 class Smaller(NamedTuple):
@@ -75,7 +75,7 @@ def _of_trainer(options: Options) -> Iterator[Smaller]:
 
 
 def _of_engine(options: Options, said: str) -> Iterator[Smaller]:
-    """With a smaller share there would be even less for the cache."""
+    """An engine without cache blocks keeps its share: a smaller one would leave even less for the cache."""
     used = _share_in_use(options, said)
     if "cache blocks" not in said and "kv_cache_memory_bytes" not in options.vllm and used > 2 * SHARE:
         yield _of_vllm(options, "gpu_memory_utilization", round(used - SHARE, 3), used)
@@ -85,8 +85,8 @@ def _of_engine(options: Options, said: str) -> Iterator[Smaller]:
 
 
 def _share_in_use(options: Options, said: str) -> float:
-    """The share of a GPU that the engine had: less than vLLM's own where a weight update needs room, of a GPU of the
-    size that the error tells."""
+    """The share of a GPU's memory that the engine had, from the error, or from the GPU's size in the error: less than
+    vLLM's default where a weight update needs room."""
     if told := re.search(r"utilization \((0?\.\d+)", said):
         return float(told[1])
     if not (size := re.search(r"total capacity of ([\d.]+) GiB", said)):

@@ -38,7 +38,7 @@ def in_order(hosts: Sequence[Host], names: Iterable[str]) -> list[str]:
 
 
 def without(hosts: Sequence[Host], names: Iterable[str]) -> list[Host]:
-    """The hosts but for these, one after another: a spare, as long as there is one, is where the lost one was."""
+    """The hosts without these, in order: a spare, as long as there is one, takes the place of a lost host."""
     left = list(hosts)
     for name in names:
         found = replacement(left, name)

@@ -1,7 +1,7 @@
 """The words of rank 0, or of a rank that has lost it, to `hpcrl launch`: lines of what mpirun hands on from its ranks,
 so that it does not matter on which machines they are.
 
-Invariants: what mpirun says goes to the user as it comes, but for those lines; no one waits for an end of file, which
+Invariants: what mpirun says goes to the user as it comes, except those lines; no one waits for an end of file, which
 processes that outlive mpirun may hold off for ever.
 """
 

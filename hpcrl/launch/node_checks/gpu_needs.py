@@ -50,7 +50,7 @@ def needs(stages: Sequence[Options], role: str = "") -> list[str]:
             found |= {MODULES[part] for _, _, part in settings_with_parts(options.megatron) if part in MODULES}
         if role in ("", "engine") and options.rollout_num_gpus:
             found |= {"vllm", *(["deep_ep"] if "deepep" in str(options.vllm.get("all2all_backend")) else [])}
-            with contextlib.suppress(DataError):  # told by itself
+            with contextlib.suppress(DataError):  # another check reports it
                 found |= {"nvcc"} if fp8_blocks(read_config(options.hf_checkpoint or "")) else set()
     return sorted(found)
 

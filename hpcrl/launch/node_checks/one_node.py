@@ -53,7 +53,7 @@ QUERY = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--for
 
 
 def look_at_node(host: str, role: str, directory: Path) -> NodeReport:
-    """All that this node sees by itself; takes no part of a second, but for nvidia-smi."""
+    """All that this node sees by itself; takes no part of a second, except nvidia-smi."""
     return NodeReport(
         base=host_report(host, directory / "token"),
         role=role,

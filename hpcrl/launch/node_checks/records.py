@@ -2,7 +2,7 @@
 
 Each leaves a record; the process that started them puts all records into one file as soon as the last has come
 (`share_records`), and that is what each host reads.  Invariants: a file is put there whole and read once; what a host
-does does not grow with the number of hosts, but for the length of one listing and one file.
+does does not grow with the number of hosts, except the length of one listing and one file.
 """
 
 from __future__ import annotations

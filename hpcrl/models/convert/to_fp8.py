@@ -68,7 +68,7 @@ def convert(
         where: dict[str, str] = {}
         size = 0
         written = save_files(staging, {name: partial(read, name) for name in sorted(files)}, workers)
-        with closing(progress(written, len(files))) as ready:  # a bar ends before an error is told
+        with closing(progress(written, len(files))) as ready:  # the bar ends before an error is printed
             for name, sizes in ready:
                 where |= dict.fromkeys(sizes, name)
                 size += sum(sizes.values())

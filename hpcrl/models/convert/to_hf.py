@@ -271,7 +271,7 @@ def _shapes(config: Config, family: Family) -> Shapes:
 
 
 def _missing(files: SafetensorsDirectory, jobs: list[Conversion], config: Config) -> list[Conversion]:
-    """Tensors of the origin to copy: all that the checkpoint does not give, but for scales of FP8 weights that it
+    """Tensors of the origin to copy: all that the checkpoint does not give, except scales of FP8 weights that it
     does."""
     made = {tensor.name for job in jobs for tensor in job.tensors}
     found = []

@@ -1,6 +1,6 @@
 """What Qwen3-Next and Qwen3.5 share: most layers are gated delta nets, the others attention with an output gate.
 
-Norms have zero-centred weights (1 + w), but for the one behind the delta rule; the first quarter of a head's columns is
+Norms have zero-centred weights (1 + w), except the one behind the delta rule; the first quarter of a head's columns is
 rotated.  What a delta net computes is in `hpcrl/trainer/megatron`.
 
 Invariant: as in `dense.py`, whatever of the common settings is not carried over is refused.

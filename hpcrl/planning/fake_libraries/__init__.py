@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 #: settings of Megatron's that a GPU's machine can have its way with and a stand-in cannot, and their values (None: any
-#: that is on): what fails with them says nothing of a run, but for what Megatron's configuration classes refuse
+#: that is on): what fails with them says nothing of a run, except for what Megatron's configuration classes refuse
 NOT_STOOD_IN = {
     "cpu_offloading": None,
     "fp4": None,

@@ -113,7 +113,7 @@ def stage_layers(layers: int, layout: Layout, stage: int, megatron: Mapping[str,
         start = sum(sizes[:stage])
         return list(range(start, start + sizes[stage]))
     chunks = layout.pp * layout.virtual_stages
-    cuts = [layers * number // chunks for number in range(chunks + 1)]  # even cuts, but for layouts of the user's own
+    cuts = [layers * number // chunks for number in range(chunks + 1)]  # even cuts, unless the user gives a layout
     return [layer for number in range(stage, chunks, layout.pp) for layer in range(cuts[number], cuts[number + 1])]
 
 

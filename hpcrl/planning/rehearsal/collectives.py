@@ -3,7 +3,7 @@
     differing(records, stages) -> the first place where two ranks would wait for one another, in words; "" if none
 
 Invariant: two ranks of one pipeline stage have asked for the same, in the same order, kind by kind and byte by byte,
-but for bytes that depend on the rank's own rows; and what one stage sends, the next one receives.
+except for bytes that depend on the rank's own rows; and what one stage sends, the next one receives.
 """
 
 from __future__ import annotations

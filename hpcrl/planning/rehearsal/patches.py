@@ -21,7 +21,7 @@ BACKEND = "fake"
 
 
 def device() -> torch.device:
-    """The device, of which there is one."""
+    """The only device."""
     return torch.device(NAME, 0)
 
 

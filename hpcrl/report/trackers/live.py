@@ -41,7 +41,7 @@ def trackers_of(options: Options) -> list[str]:
 
 @contextlib.contextmanager
 def sending_live(options: Options, stage: Path) -> Iterator[None]:
-    """Meanwhile every tracker of the run gets its metrics.
+    """Send the run's metrics to every tracker while in this context.
 
     Args:
         stage: the directory of a stage, or of a run without stages.

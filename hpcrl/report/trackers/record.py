@@ -71,7 +71,7 @@ class TrackedStage:
 
 
 def check_tracker(tracker: str) -> None:
-    """Raise UsageError for a tracker that there is not, or that is not installed."""
+    """Raise UsageError for a tracker that is unknown or not installed."""
     if tracker not in TRACKERS:
         raise UsageError(f"--to {tracker} is not a tracker", TRACKERS.hint(tracker))
     needed = TRACKERS.literals(tracker, {"NEEDS": (tracker,)})["NEEDS"]

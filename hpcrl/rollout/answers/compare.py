@@ -1,7 +1,7 @@
 r"""Whether two answers are the same: one text is the label, the other what a response holds.
 
 A label without a name, unit or brackets leaves the answer free to add them; what both say must agree.  Invariant: pure
-and symmetric but for multiple choice; what is not understood is the same only as text.
+and symmetric except for multiple choice; what is not understood is the same only as text.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class EngineClient:
         raise PassingTrouble(trouble, engine)
 
     async def abort(self) -> None:
-        """End every response in flight early, but for an evaluation's: their `complete` returns what was there,
+        """End every response in flight early, except an evaluation's: their `complete` returns what was there,
         ABORTED.
 
         All of them have returned, or are about to, when this does; what is asked for afterwards is not touched.

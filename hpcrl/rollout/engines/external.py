@@ -4,7 +4,7 @@ For such an engine this is what a supervisor is for one of ours, and speaks as o
 up, it has ended. The run cannot start it again; but once it answers again, within --attempts, that is another
 incarnation of it, and it gets the weights before it is asked.
 
-Invariants: nothing is started and nothing ended; every wait has a deadline, but for the return of an engine that has
+Invariants: nothing is started and nothing ended; every wait has a deadline, except for the return of an engine that has
 ended, which are not waited for.
 """
 

@@ -69,7 +69,7 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, begun: int = 0) -> dict[str, Any]:
-        """vLLM's SamplingParams, but for the seed.
+        """vLLM's SamplingParams, without the seed.
 
         Args:
             max_tokens: that are still to come.

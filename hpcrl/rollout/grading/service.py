@@ -221,7 +221,7 @@ def _types_in(files: Iterable[PromptFile], options: Options) -> Iterable[tuple[s
     """(the rm_type of a prompt's metadata, the reward).
 
     Raises:
-        DataError: names file and line of one that there is not.
+        DataError: names file and line of an unknown one.
     """
     for name, where in ((name, place) for file in files for name, place in file.types.items()):
         shown = f"{where}: metadata rm_type"

@@ -131,7 +131,7 @@ def render(row: PromptRow, keys: Keys, tokenizer: Tokenizer) -> RenderedRow:
 
 
 def encode(texts: Sequence[RenderedRow], tokenizer: Tokenizer) -> list[EncodedRow]:
-    """The tokens of each, all encoded at once; a target ends with an end-of-sequence token."""
+    """The tokens of each, encoded in one call; a target ends with an end-of-sequence token."""
     prompts = tokenizer.encode([text.prompt for text in texts])
     ids = iter(tokenizer.encode([piece.text for text in texts for target in text.targets for piece in target]))
     found = []

@@ -40,7 +40,7 @@ def turns_of(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def cut_texts(texts: Sequence[str], most: int) -> list[str]:
-    """Texts of at most so many bytes together, but for the marks: long ones are cut in their middle."""
+    """Texts of at most so many bytes together, without the marks: long ones are cut in their middle."""
     sizes = [len(text.encode(errors="replace")) for text in texts]
     limit = most
     if sum(sizes) > most:  # the largest share that all may have

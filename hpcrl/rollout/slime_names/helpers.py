@@ -1,5 +1,5 @@
 """Small things that functions written for slime import: how they load functions and tokenizers, what filters and
-rollouts return, numbers of metrics, and traces, of which there are none here."""
+rollouts return, numbers of metrics, and traces (which hpcrl does not record)."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def compute_pass_rate(
 
 
 class _Span:
-    """Takes what it is told, and keeps none of it."""
+    """Accepts every call, and keeps nothing."""
 
     def update(self, *given: Any, **by_name: Any) -> None: ...
 

@@ -241,7 +241,7 @@ def as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, A
     """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
 
     Args:
-        own: this optimizer's parts but for the tensors, which were asked for in this layout anyway. A parameter group
+        own: this optimizer's parts without the tensors, which were asked for in this layout anyway. A parameter group
             takes its numbers (learning rate, weight decay, step) from a stored one of the same kind.
     """
     leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]

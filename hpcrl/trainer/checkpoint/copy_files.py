@@ -38,7 +38,7 @@ def part_directory(copies: Path, rollout_id: int, rank: int) -> Path:
 
 
 def remove_other(copies: Path, rank: int, rollout_id: int) -> None:
-    """Remove what is there of a rank's parts but for that of `rollout_id`; what cannot be removed stays."""
+    """Remove a rank's parts of all rollouts except `rollout_id`; what cannot be removed stays."""
     for name in listed(copies):
         if (number := count_of(name)) is not None and number != rollout_id:
             remove_part(copies, number, rank)

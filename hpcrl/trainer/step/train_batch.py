@@ -97,7 +97,7 @@ def train(
         version: of the policy; None: that which sampled the share.
 
     Returns:
-        Metrics, the same on every rank but for the time and what is divided by it: of several steps the mean, of tokens
+        Metrics, the same on every rank except the time and what is divided by it: of several steps the mean, of tokens
         the sum, of a maximum the maximum, of the learning rate the last.
 
     Raises:
