@@ -52,8 +52,8 @@ define pip
 	@$(BIN)/python -m pip --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 endef
 
-# Two workers, as CI has two cores.  A worker that crashes ends the run.  Tests that share an expensive fixture run in one of them (tests/support/layers.py).
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+# Three workers for CI's two cores, since many tests wait.  A worker that crashes ends the run.  Tests that share an expensive fixture run in one of them (tests/support/layers.py).
+WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 FAST := -m "core and not process and not vllm" $(WORKERS)
 
 # An environment keeps the interpreter that it was made with: installed over another one's, its modules would not load.
@@ -105,17 +105,10 @@ test-all: $(ENV)
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-rest
 
-# Two lanes in parallel.  The first runs the tests on the cluster, which wait more than they compute, and then the folders of
-# AFTER_CLUSTER; the second runs the others.  The first lane's output is shown when both have ended.
-CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
-AFTER_CLUSTER := $(patsubst %,tests/%,sandbox rollout documents engine cli)
+# One worker runs all tests on the cluster, which wait more than they compute; the others share the rest.
 test-rest: $(ENV)
 	@$(BIN)/python -m tools.cluster packages
-	@echo "the tests on the cluster run meanwhile; log: $(CLUSTER_LOG)"
-	@{ $(BIN)/python -m pytest -m "full and cluster"; cluster=$$?; \
-	  $(BIN)/python -m pytest -m "full and not cluster" $(AFTER_CLUSTER); exit $$((cluster + $$?)); } > $(CLUSTER_LOG) 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest -m "full and not cluster" $(AFTER_CLUSTER:%=--ignore=%); processes=$$?; \
-	wait $$beside; last=$$?; cat $(CLUSTER_LOG); exit $$((processes + last))
+	$(BIN)/python -m pytest -m full $(WORKERS)
 
 # Each campaign reads SEED and N as it needs them; what it measures it prints.
 soak: $(ENV)

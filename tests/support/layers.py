@@ -81,21 +81,26 @@ def assign(items: Iterable[pytest.Item]) -> None:
 
 def group_of(item: pytest.Item) -> str:
     """Tests of one group run in one worker: those of a file, and all that need the same expensive fixture."""
+    if any(item.iter_markers("cluster")):
+        return "cluster"
     fixtures = getattr(item, "fixturenames", ())
     return next((name for name in ("quick_start", "nursery") if name in fixtures), item.nodeid.partition("::")[0])
 
 
 def dearest_first(items: list[pytest.Item]) -> None:
-    """Whole runs, then engines, then other processes, then the rest: no worker is left with the longest at the end."""
+    """The cluster, then whole runs, engines, other processes and the rest: no worker is left with the longest at the
+    end."""
 
     def rank(item: pytest.Item) -> int:
         marks = {mark.name for mark in item.iter_markers()}
-        return 0 if "whole_runs" in item.nodeid else 1 if "vllm" in marks else 2 if "process" in marks else 3
+        if "cluster" in marks or "whole_runs" in item.nodeid:
+            return 0 if "cluster" in marks else 1
+        return 2 if "vllm" in marks else 3 if "process" in marks else 4
 
     dear: dict[str, int] = {}
     for item in items:
         group = next(item.iter_markers("xdist_group")).args[0]
-        dear[group] = min(dear.get(group, 3), rank(item))
+        dear[group] = min(dear.get(group, 4), rank(item))
     items.sort(key=lambda item: dear[next(item.iter_markers("xdist_group")).args[0]])
 
 
