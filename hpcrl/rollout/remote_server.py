@@ -105,7 +105,7 @@ class RemoteServer:
             return msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError) as error:
             said = text[:100].decode(errors="replace")
-            raise NotJson(f"got from {self} what is not JSON: {said!r}") from error
+            raise NotJson(f"got no JSON from {self}: {said!r}") from error
 
 
 def _may_pass(error: Exception) -> bool:

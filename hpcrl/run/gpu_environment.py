@@ -134,8 +134,7 @@ TABLE: tuple[Variable, ...] = (
         "VLLM_BATCH_INVARIANT",
         ("engine",),
         _deterministic("1"),
-        "--deterministic-mode: what else is in flight decides how vLLM batches, and without this also the bits of a "
-        "sample",
+        "--deterministic-mode: without it the bits of a sample depend on the other requests in vLLM's batch",
     ),
     Variable(
         "NCCL_SOCKET_IFNAME",

@@ -33,7 +33,7 @@ NO_NAMESPACES = (
     "user.max_user_namespaces): docs/security.md, What a site can do"
 )
 _WATCHER = "import sys; sys.path.insert(0, sys.argv.pop(1)); from hpcrl.sandbox.watcher import main; main(sys.argv[1:])"
-REPEAT = "make what it was for again, in another box"
+REPEAT = "repeat the work in another box"
 
 
 class Unconfined(HpcrlError):

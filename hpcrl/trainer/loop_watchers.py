@@ -28,7 +28,7 @@ from hpcrl.transport.share_format import Share
 if TYPE_CHECKING:
     from hpcrl.trainer.checkpoint.save_load import Position
 
-#: waited: for samples of a later rollout; stepped: the rollout is over, its weights are published (not with --colocate);
+#: waited: for samples of a later rollout; stepped: the rollout is over, its weights published (not with --colocate);
 #: saving: a checkpoint is being written; rested: what is due is saved; handed over: GPUs and weights, to the engines
 Done = Literal["fetched", "waited", "trained", "stepped", "saving", "saved", "rested", "handed over"]
 

@@ -53,8 +53,7 @@ def check_sampling(o: Options) -> None:
     if o.truncated_sampling and o.rollout_temperature != 1:
         raise UsageError(
             f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p or --rollout-top-k: "
-            "engines have log-probs either of the whole distribution at temperature 1, or of what is "
-            "left of it, and the trainer computes neither",
+            "an engine cannot return log-probs of the cut distribution at this temperature",
             "keep --rollout-temperature 1, or sample from all tokens",
         )
 

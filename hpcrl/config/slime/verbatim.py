@@ -162,7 +162,7 @@ def _story(translation: Translation, notes: Sequence[str]) -> Iterator[str]:
             yield f"# What {title}:"
             yield from (part for line in lines for part in _wrapped(line.text(), "#   "))
     if added := [line for line in kept if line.reading.why]:
-        yield "# What is set here because defaults differ, or is not the same in all:"
+        yield "# Set here because defaults differ, or because stages differ:"
         yield from (part for line in added for part in _wrapped(line.text(), "#   "))
     if notes:
         yield "# What else the script does:"

@@ -133,7 +133,7 @@ class HeldHosts:
 
     def pause(self, rundir: RunDir, poll: Callable[[], None]) -> bool:
         """Wait until the failed attempt has ended on every host, except its engines: until no host is `absent` except
-        those that are known to be lost, or for PAUSING seconds, or until a host's own process has ended.  Hosts that are
+        lost ones, or for PAUSING seconds, or until a host's own process has ended.  Hosts that are
         expendable are not waited for: they follow when they can.
 
         Returns:

@@ -1,7 +1,7 @@
 """Settings that use less memory, for the attempt after an out-of-memory error.
 
-Invariant: nothing here changes the loss, which depends on the batch alone: a trainer computes the same in smaller parts,
-an engine answers fewer requests at a time.
+Invariant: nothing here changes the loss, which depends on the batch alone.  A trainer computes the same in smaller
+parts, an engine answers fewer requests at a time.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kinds)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PeerError(f"MPI rank {rank} sent what is not a message to this rank: {error}", MEND) from error
+        raise PeerError(f"MPI rank {rank} sent no valid message for this rank: {error}", MEND) from error
 
 
 def check_size(size: int, rank: int) -> None:

@@ -35,7 +35,7 @@ def check_hosts(hosts: Sequence[str], agent: list[str]) -> None:
                     "write its address on the machines' network into the hostfile",
                 )
     for host, why in unreachable(hosts, agent).items():
-        start = "let its start-up file end at once where the shell is not interactive; " if why.startswith(SLOW) else ""
+        start = "let its start-up file return early in a non-interactive shell; " if why.startswith(SLOW) else ""
         raise UsageError(f"host {host} {why}", f"{start}try: {shlex.join(agent)} {host} true")
 
 

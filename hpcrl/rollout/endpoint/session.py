@@ -102,7 +102,7 @@ class Session:
         sampling = _changed(self.making.sampling, params)
         sampling = replace(sampling, logprobs=sampling.logprobs or logprobs)
         if (context := self.context()) is not None and len(ids) >= context:
-            raise BadRequest(f"{FULL_WORDS} {context} tokens, of which {len(ids)} leave no room for an answer", FULL)
+            raise BadRequest(f"{FULL_WORDS} {context} tokens, and {len(ids)} leave no room for an answer", FULL)
         if self.in_flight >= SIDE_BY_SIDE or self.requests >= REQUESTS:
             raise BadRequest(
                 f"more than {SIDE_BY_SIDE} requests at once, or {REQUESTS} in all, for one response",

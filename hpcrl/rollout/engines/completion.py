@@ -210,7 +210,7 @@ def _versions(engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, 
     versions.fill(version)
     for name, start, end in spans:
         if not (name.isascii() and name.isdecimal()):
-            raise garbage(engine, f"tokens of weights called {name!r}, which are none that the trainer sent")
+            raise garbage(engine, f"tokens of weights {name!r}, which the trainer never sent")
         if start != position or not start <= end <= count:
             raise garbage(engine, f"weight versions that do not cover its {count} tokens: {name} for [{start}, {end})")
         versions[start:end] = int(name)

@@ -137,7 +137,7 @@ class CustomGenerator:
             number, *others = {sample.group_index for sample in group} or {-1}
             if others or number not in self._store.held or number in batch:
                 raise HpcrlError(
-                    f"{self._shown} returned a group that is none of those it was given, or one twice: {short(group)}"
+                    f"{self._shown} returned a group that it was not given, or a group twice: {short(group)}"
                 )
             if by_index.keys() != set(range(each)):
                 has = ", ".join(map(str, sorted(by_index)))

@@ -119,7 +119,7 @@ class CustomSource:
         for name, where in drawn.types.items():
             if name not in self._types:
                 raise DataError(
-                    f"{where}: metadata rm_type is {name!r}, which is none of the class's {TYPES}",
+                    f"{where}: metadata rm_type is {name!r}, which the class's {TYPES} does not have",
                     f"rewards are loaded when the run starts: declare {TYPES} = [{name!r}] in the class",
                 )
 

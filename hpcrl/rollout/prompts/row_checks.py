@@ -202,11 +202,11 @@ def _gradable(where: str, label: Any, reward: str, keys: Keys, metadata: dict[st
         return
     if label is None and said["METADATA"]:
         wanted = " or ".join((*(["a label"] if said["LABELS"] else []), *said["METADATA"]))
-        raise DataError(f"{where}: the reward {reward} needs {wanted} in the metadata, and there is none")
+        raise DataError(f"{where}: the reward {reward} needs {wanted} in the metadata")
     if said["LABELS"] and (fault := label_fault(label, said["LABELS"])):
-        hint = "write the answer as text, a number, or a list of which each is right"
+        hint = "write the answer as text, a number, or a list of right answers"
         if isinstance(label, dict) and label:
-            hint = f"name what is in it: --label-key {keys.label}.{min(label, key=lambda key: key != 'ground_truth')}"
+            hint = f"name a part of it: --label-key {keys.label}.{min(label, key=lambda key: key != 'ground_truth')}"
         raise DataError(
             f"{where}: the label {keys.label!r} is {fault}: no answer to the reward {reward} is right", hint
         )

@@ -63,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hpcrl.sandbox.harbor",
         description="Run the verifiers of task folders in Harbor's form: untouched, and with solution/solve.sh. "
-        "ok: the solution earns more; ?: there is none; FAIL: it does not, or the task cannot be run.",
+        "ok: the solution earns more; ?: no solution; FAIL: the solution earns no more, or the task cannot be run.",
     )
     parser.add_argument("folder", help="a folder of task folders, as --prompt-data has it: DIR, or DIR/@[:10]")
     try:

@@ -105,8 +105,8 @@ part()
 """,
     )
     first, second, third, parted = said[0]
-    assert first.startswith("MPI rank 1 sent what is not a message") and second.startswith(
-        "MPI rank 1 sent what is not a message"
+    assert first.startswith("MPI rank 1 sent no valid message") and second.startswith(
+        "MPI rank 1 sent no valid message"
     )
     assert (third, parted) == ("PathFound(path='/x', found=True)", "parted True")
 
@@ -167,6 +167,6 @@ part()
     for rank in range(3):
         assert said[rank] == [
             "['/rank0', '/rank1', '/rank2']",
-            f"MPI rank {wrong[rank]} sent what is not a message to this rank",
+            f"MPI rank {wrong[rank]} sent no valid message for this rank",
             "parted True",
         ]

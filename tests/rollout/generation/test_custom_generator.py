@@ -99,11 +99,11 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
     [
         ("few", "returned list of 3, expected a list of 4 groups"),
         ("nothing", "NoneType, expected a list"),
-        ("twice", "or one twice"),
+        ("twice", "a group twice"),
         ("pending", "status=pending, response_length=4): it must"),
         ("nan", "the reward to nan"),
         ("missing", "returned of group 0 the responses 1, 2, not all 3"),
-        ("strange", "those it was given"),
+        ("strange", "it was not given"),
         ("metrics", "metric 'a', returned 'text'"),
         ("raises", "raised AttributeError: 'Sample' object"),
     ],

@@ -170,7 +170,7 @@ def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> N
         ("object", ", prompt 4 returned {"),
         ("key", ", prompt 4: no key"),
         ("label", ", prompt 4: no key 'label'"),
-        ("type", ", prompt 4: metadata rm_type is 'f1', which is none of the class's rm_types"),
+        ("type", ", prompt 4: metadata rm_type is 'f1', which the class's"),
         ("empty", ", prompt 4: the prompt is empty"),
         ("raises", ": take(4) raised IndexError: list index out of range (test_custom_source.py:"),
     ],

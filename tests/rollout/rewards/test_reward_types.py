@@ -287,7 +287,7 @@ def test_a_server_that_stumbles_is_asked_again() -> None:
     ("answers", "words"),
     [
         ([(404, b"")] * 5, ["in 1 attempts", "404"]),
-        ([(200, b"<html>")] * 5, ["not JSON", "<html>"]),
+        ([(200, b"<html>")] * 5, ["no JSON", "<html>"]),
         ([(200, b'"good"')] * 5, ["returned 'good', which is not a number"]),
         ([(200, b'{"score": 1}')] * 5, ["an object with score: give --reward-key"]),
     ],
