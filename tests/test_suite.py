@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,3 +192,40 @@ def test_more_skipped_tests_than_recorded_fail_ci(monkeypatch: pytest.MonkeyPatc
     assert "allows 3" in layers.too_many_skipped("core", 4) and layers.too_many_skipped("full and cluster", 1)
     monkeypatch.delenv("HPCRL_REQUIRE")
     assert not layers.too_many_skipped("core", 4)
+
+
+BUSY = """
+import subprocess, sys, time
+import pytest
+
+@pytest.mark.core
+def test_busy():
+    {}
+"""
+
+
+@pytest.mark.parametrize(("recorded", "status"), [("a = 1e9", 0), ("a = 1.0", 1)])
+def test_cpu_time_of_folders(tmp_path: Path, recorded: str, status: int) -> None:
+    """That of workers and of their children counts; much more than is recorded fails CI."""
+    work = "while time.process_time() < 3: pass"
+    for folder, line in (("a", work), ("b", f"subprocess.run([sys.executable, '-c', 'import time\\n{work}'])")):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(BUSY.replace("{}", line))
+    (tmp_path / "baseline.toml").write_text(f"[cpu_seconds.core]\n{recorded}")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = core")
+    code = (
+        "import pathlib, sys, pytest, tests.support.cpu_seconds as plugin; plugin.FILE = pathlib.Path('baseline.toml'); "
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    words = ["-m", "core", "-n", "2", "-p", "tests.support.cpu_seconds", "tests"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        env=os.environ | {"HPCRL_REQUIRE": "git", "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    found = json.loads((tmp_path / ".pytest_cache/v/cpu_seconds/core").read_text())
+    assert 0.5 < found["a"] / found["b"] < 2

@@ -3,6 +3,7 @@
     python -m tools.mutants --record           # which mutants the core tests of their room notice, which all of them
     python -m tools.baseline coverage          # lines of the package that the fast tests run
     python -m tools.baseline skipped MARKS XML...   # skipped tests in the --junitxml files of runs with `-m MARKS`
+    python -m tools.baseline cpu_seconds MARKS      # CPU time of each folder in the last run of CI with `-m MARKS` here
     python -m tools.baseline bench [--runs 5] [NAME...]     # medians of all figures of each bench, or of these
 
 Invariants: a measurement replaces its own table, and no other; numbers are written in one order, so that the file
@@ -159,6 +160,9 @@ def main(arguments: list[str]) -> int:
     elif what == "skipped":
         marks, *reports = given
         write("skipped", read().get("skipped", {}) | {marks: skipped([Path(report) for report in reports])})
+    elif what == "cpu_seconds" and len(given) == 1:
+        found = json.loads((REPO / ".pytest_cache" / "v" / "cpu_seconds" / given[0]).read_text())
+        write(f"cpu_seconds.{given[0]}", found)
     elif what == "bench":
         runs = int(given.pop(given.index("--runs") + 1)) if "--runs" in given else RUNS
         for name in [word for word in given if word != "--runs"] or BENCHES:

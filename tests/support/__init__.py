@@ -44,6 +44,7 @@ Stand-ins where the real part cannot be had, or must misbehave
 
 The machine
     able               what it can do, asked once; tests that need what is not there are skipped, with the reason
+    cpu_seconds        a plugin of pytest: what each folder of tests costs, which CI compares with tests/baseline.toml
     children           the next line of a process that a test has started, within a time
     caches             what hpcrl remembers of it, forgotten after each test
     restricted         a command run as in Docker, which makes no namespaces and no mounts

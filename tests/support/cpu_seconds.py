@@ -1,0 +1,80 @@
+"""CPU seconds per folder of tests, as pytest's plugin: printed by CI next to those recorded in tests/baseline.toml.
+
+A second is divided by what a fixed piece of work takes on this machine in the same run.  CI fails only if the total is
+more than 1.4 times the recorded one.  What a test's processes took counts once they have ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parent.parent / "baseline.toml"
+MOST = 1.4  #: times the recorded total
+spent: Counter[str] = Counter()  #: folder below tests/ -> CPU seconds of this process and of its ended children
+
+
+def calibrate() -> float:
+    """CPU seconds of a fixed piece of work, half of it Python and half of it a C library; the fastest of five."""
+    found = []
+    for _ in range(5):
+        before = sum(os.times()[:2])
+        sum(i * i % 7 for i in range(1_000_000))
+        hashlib.sha256(bytes(30_000_000)).digest()
+        found.append(sum(os.times()[:2]) - before)
+    return min(found)
+
+
+def table(units: dict[str, float], recorded: dict[str, float]) -> tuple[list[str], bool]:
+    """The lines to print, and whether the total is in bounds.
+
+    Args:
+        units: folder -> CPU seconds, in those of the fixed piece of work.
+        recorded: the same, from tests/baseline.toml; {}: nothing is recorded.
+    """
+    total, before = sum(units.values()), sum(recorded.values())
+    rows = [(name, now, recorded.get(name, 0.0)) for name, now in units.items()]
+    lines = [f"{name:<14}{now:9.0f}   recorded {old:9.0f}" for name, now, old in (*rows, ("all", total, before))]
+    return lines, not recorded or total <= MOST * before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    before = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        spent[item.nodeid.removeprefix("tests/").partition("/")[0]] += sum(os.times()[:4]) - before
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    spent.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI print the table, keep it for tools/baseline.py, and fail if the total is out of bounds."""
+    output, reporter = (
+        getattr(session.config, "workeroutput", None),
+        session.config.pluginmanager.get_plugin("terminalreporter"),
+    )
+    if output is not None:
+        output["cpu_seconds"] = dict(spent)
+    elif "HPCRL_REQUIRE" in os.environ and reporter and session.config.cache:
+        layer, unit = session.config.option.markexpr, calibrate()
+        units = {name: round(seconds / unit, 1) for name, seconds in spent.most_common()}
+        session.config.cache.set(f"cpu_seconds/{layer}", units)
+        lines, fine = table(units, tomllib.loads(FILE.read_text()).get("cpu_seconds", {}).get(layer, {}))
+        reporter.write_sep("=", f"CPU time, in {unit:.3f} s: half of it Python's")
+        reporter.write_line("\n".join(lines))
+        if not fine:
+            reporter.write_line(f"that is more than {MOST} times what tests/baseline.toml records", red=True)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
