@@ -1,13 +1,14 @@
-"""CPU seconds per folder of tests, as pytest's plugin: printed by CI next to those recorded in tests/baseline.toml.
+"""How fast this machine is now, by a fixed piece of work; and CPU seconds per folder of tests, a plugin of pytest.
 
-A second is divided by what a fixed piece of work takes on this machine in the same run.  CI fails only if the total is
-more than 1.4 times the recorded one.  What a test's processes took counts once they have ended.
+CI prints the seconds next to those recorded in tests/baseline.toml, both divided by the time of the fixed work in the
+same run.  It fails only if the total is more than 1.4 times the recorded one.  A process counts once it has ended.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -18,18 +19,31 @@ import pytest
 
 FILE = Path(__file__).parent.parent / "baseline.toml"
 MOST = 1.4  #: times the recorded total
+IDLE = 0.06  #: seconds of the fixed work on an idle machine of 2025
 spent: Counter[str] = Counter()  #: folder below tests/ -> CPU seconds of this process and of its ended children
 
 
+def _work() -> None:
+    """Half of it is Python's, half of it a C library's."""
+    sum(i * i % 7 for i in range(1_000_000))
+    hashlib.sha256(bytes(30_000_000)).digest()
+
+
 def calibrate() -> float:
-    """CPU seconds of a fixed piece of work, half of it Python and half of it a C library; the fastest of five."""
+    """CPU seconds of the fixed work, the fastest of five."""
     found = []
     for _ in range(5):
         before = sum(os.times()[:2])
-        sum(i * i % 7 for i in range(1_000_000))
-        hashlib.sha256(bytes(30_000_000)).digest()
+        _work()
         found.append(sum(os.times()[:2]) - before)
     return min(found)
+
+
+def slowdown() -> float:
+    """How many times longer the fixed work takes now than on an idle machine, at least 1: a factor for limits."""
+    began = time.monotonic()
+    _work()
+    return max(1.0, (time.monotonic() - began) / IDLE)
 
 
 def table(units: dict[str, float], recorded: dict[str, float]) -> tuple[list[str], bool]:

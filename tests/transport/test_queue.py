@@ -29,6 +29,7 @@ from hpcrl.transport.client import Late, QueueClient, Unanswered
 from hpcrl.transport.messages import Answer, Call, Failed, Fetch, Pending, Welcome
 from hpcrl.transport.share_format import WireError, encode
 from tests.support.children import read_line
+from tests.support.cpu_seconds import slowdown
 from tests.support.queues import HERE, PLAN, WAIT, Line, Served, hear, hear_all, hello, make_rundir, raw, tell, until
 from tests.support.shares import same, share
 
@@ -317,7 +318,7 @@ def test_another_roles_error_ends_a_wait_at_once(served: Served, client: QueueCl
     threading.Timer(0.1, fail).start()
     with pytest.raises(PeerError, match="^trainer-1: out of memory$"):
         wait(client)
-    assert time.monotonic() - failed[0] < 0.5  # 0.2 s, and some room for a busy machine
+    assert time.monotonic() - failed[0] < 0.5 * slowdown()  # 0.2 s, and some room
 
 
 # ---- deadlines
@@ -367,7 +368,7 @@ def test_a_server_that_is_gone_is_named(rundir: RunDir, monkeypatch: pytest.Monk
         client.fetch(0, 0.3)
     begun = time.monotonic()
     client.close()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 2 * slowdown()
     with pytest.raises(DeadlineError, match="welcome trainer DP rank 0"):
         QueueClient(rundir, PLAN, 0, 2, 0.3)
 
@@ -742,7 +743,7 @@ def test_a_client_with_keys_of_another_attempt_is_told(served: Served) -> None:
     begun = time.monotonic()
     with pytest.raises(PeerError, match=r"key of trainer DP.*0 on \S+; do.*keys.*server belong to the same"):
         served.client()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 5 * slowdown()
 
 
 def test_another_run_is_told_by_both_sides(served: Served) -> None:
@@ -964,7 +965,7 @@ def test_killed_rollout_process_is_reported(rundir: RunDir) -> None:
     begun = time.monotonic()
     with pytest.raises(PeerError, match="^rollout-0: ended with signal 9$"):
         client.fetch(0)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 2 * slowdown()
     client.close()
 
 
