@@ -30,6 +30,7 @@ from hpcrl.rollout import worker_messages as messages
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.sandbox_tally import SandboxTally
 from hpcrl.rollout.worker_messages import ERROR, LOST, TIMEOUT, SandboxReport, WorkerLoaded, frame, receive
+from hpcrl.run.role import say
 from hpcrl.utils.deadline import Deadline
 
 POLL = 0.05  #: seconds between two looks at the processes
@@ -318,6 +319,7 @@ class WorkerPool:
             self._break(HpcrlError(f"{self._what} did not start: it {text}", "see the rollout log"))
             return
         if len(jobs) > 1:
+            say(f"{self._what} {text}; its {len(jobs)} calls are repeated, each alone")
             for job in jobs:
                 job.alone = True
             self._waiting.extendleft(reversed(jobs))

@@ -240,7 +240,7 @@ TROUBLES = {
 }
 
 
-def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
+def test_a_call_that_fails_costs_its_response_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def run() -> dict[str, list[list[Sample]]]:
         async with sampler(model, "troubled", timeout_factor=1 / 300) as (made, _):
             return {
@@ -257,6 +257,7 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
             check(sample)
             assert sample.reward == 1 and not sample.grading
             assert sample.remove_sample == (sample.response_index == 1), "what the function says of its sample is kept"
+    assert "ended its process (exit status 3); its 4 calls" in capsys.readouterr().err
 
 
 @needs("namespaces")
