@@ -165,7 +165,8 @@ $(TOOLS): $(ENV)
 	$@/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9 cyclonedx-bom==7.5.0
 
 # Hashes of every file that an installation may take: of what cpu.txt, cpu-nodeps.txt and test.txt pin, of torch's CUDA
-# build, and of what a GPU cluster's environment (`hpcrl[gpu,mpi,parquet]`, Python 3.12) resolves to.
+# build, of what a GPU cluster's environment (`hpcrl[gpu,mpi,parquet]`, Python 3.12) resolves to, and of what Transformer Engine
+# adds to that.
 UV = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-annotate --no-config --custom-compile-command "make lock"
 lock: $(TOOLS)
 	$(UV) --universal --python-version 3.11 --no-deps requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt \
@@ -173,6 +174,9 @@ lock: $(TOOLS)
 	grep '^torch==' requirements/cpu.txt | $(UV) --universal --python-version 3.11 --no-deps - -o requirements/torch-cuda.lock
 	$(UV) --python-version 3.12 --python-platform x86_64-manylinux_2_28 pyproject.toml --extra gpu --extra mpi --extra parquet \
 	  --constraint requirements/tried.txt -o requirements/gpu.lock
+	echo 'transformer-engine[pytorch,core_cu13]' | $(UV) --python-version 3.12 --python-platform x86_64-manylinux_2_28 - \
+	  --constraint requirements/gpu.lock -o requirements/gpu-te.lock \
+	  $$(sed -n 's/^\([a-z0-9._-]*\)==.*/--no-emit-package \1/p' requirements/gpu.lock)
 
 # What is installed, as CycloneDX: for those who have to say what runs on their machines.
 sbom: $(TOOLS)

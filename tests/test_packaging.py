@@ -99,6 +99,15 @@ def test_the_gpu_lock_fits_the_extras() -> None:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
+def test_transformer_engine_adds_to_the_gpu_lock() -> None:
+    """One version of its parts, that for CUDA 13, and no other version of what is locked already."""
+    added = locked("gpu-te")
+    ours = {name: version for name, version in added if name.startswith("transformer-engine")}
+    assert ours.keys() == {f"transformer-engine{part}" for part in ("", "-cu13", "-torch")}
+    assert len(set(ours.values())) == 1 and all(added.values())
+    assert not {name for name, _ in added} & {name for name, _ in locked("gpu")}
+
+
 def test_no_two_locked_packages_own_a_file() -> None:
     """Which of the two is there would depend on the order of installation.
 
