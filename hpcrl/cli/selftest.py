@@ -19,6 +19,7 @@ import msgspec
 from hpcrl.cli.awaited_job import run_job, short_script
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
+from hpcrl.doctor.selftest.first_hour import checks_of, groups, kernel_lines
 from hpcrl.doctor.selftest.job import SelftestJob
 from hpcrl.doctor.selftest.registry import Check, Results, choose_checks, find_checks, report, table
 from hpcrl.doctor.selftest.this_host import CPU_RANKS, run_here
@@ -32,7 +33,7 @@ from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.deadline import Deadline
 
 HELP = """\
-usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]
+usage: hpcrl selftest [--first-hour | --only NAME ...] [--dir DIR] [--json FILE]
        hpcrl selftest --resume DIR              make the checks that DIR has no results of
        hpcrl selftest --site SITE [--hosts N]   the same in a job, over N of the site's trainer nodes (1)
        hpcrl selftest --list                    list the checks and their meaning
@@ -41,16 +42,18 @@ Checks devices, the network between them, the trainer's numbers, updates of a re
 GPUs of this machine, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if
 any failed.
 
+  --first-hour       the checks to make first on new GPUs: the group "one", on several also "eight" and "moe-fp8"
   --only NAME ...    these checks alone
   --dir DIR          directory for results, logs and small runs (default: selftest-TIME)
   --json FILE        a second copy of DIR/report.json (versions, numbers, seconds), to attach to an issue
   --ranks N          processes in the group (default: one a GPU, or 2 where there is none)
   --site SITE, --time, --set KEY=VALUE ...     as for hpcrl submit
-  --wait SECONDS     limit of the job from submission to its end (default: 3600)
+  --wait SECONDS     limit of the job from submission to its end (default: 3600; 9000 with --first-hour)
 
 After an interruption, --resume DIR continues; to repeat a check of DIR: rm DIR/results/NAME.json."""
 OWN = {
     **FLAGS,
+    "first-hour": Kind("bool"),
     "only": Kind("str", many=True),
     "dir": Kind("str"),
     "resume": Kind("str"),
@@ -61,8 +64,8 @@ OWN = {
     "list": Kind("bool"),
     "help": Kind("bool"),
 }
-WAIT = 3600.0
-LIMIT = "30:00"
+WAIT = {False: 3600.0, True: 9000.0}  #: without and with --first-hour
+LIMIT = {False: "30:00", True: "90:00"}
 
 
 def selftest(argv: Sequence[str]) -> int:
@@ -80,13 +83,20 @@ def selftest(argv: Sequence[str]) -> int:
         return 0
     if "resume" in own and "dir" in own:
         raise UsageError("--dir and --resume exclude each other", "leave --dir out")
+    if own.get("first-hour") and "only" in own:
+        raise UsageError("--first-hour and --only exclude each other", "leave one of them out")
     if "site" not in own and (given := [name for name in ("hosts", "wait", "time", "layout", "set") if name in own]):
         raise UsageError(f"--{given[0]} has no effect without --site", "name the cluster's profile")
+    site = from_flags(own) if "site" in own else None
+    if own.get("first-hour"):
+        gpus = gpu_count() if site is None else site.trainer.gpus_per_node or 0
+        own["only"] = checks_of(gpus)
+        print(f"hpcrl: {gpus} GPUs: {', '.join(groups(gpus))}")
     chosen = choose_checks(own.get("only", []), every)
     results = Results(_directory(own))
     try:
-        if "site" in own:
-            _in_a_job(from_flags(own), own, results)
+        if site is not None:
+            _in_a_job(site, own, results)
         else:
             _here(chosen, results, own.get("ranks") or gpu_count() or CPU_RANKS)
     except KeyboardInterrupt:
@@ -129,7 +139,8 @@ def _line(chosen: dict[str, Check], results: Results, name: str) -> str:
 
 def _tell(chosen: dict[str, Check], results: Results, file: str | None) -> int:
     found = {name: outcome for name, outcome in results.read().items() if name in chosen}
-    text = report(find_checks(), results.read(), results.hosts() or [socket.gethostname()])
+    hosts = results.hosts() or [socket.gethostname()]
+    text = report(find_checks(), results.read(), hosts, kernel_lines(results.directory))
     write_atomic(results.directory / "report.json", text)
     if file:
         Path(file).write_bytes(text)
@@ -160,7 +171,8 @@ def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
             print(_line(every, results, name), flush=True)
         return (directory / "ended").exists() or None
 
-    once = site.model_copy(update={"time": own.get("time", LIMIT), "requeue": False})
+    long = own.get("first-hour", False)
+    once = site.model_copy(update={"time": own.get("time", LIMIT[long]), "requeue": False})
     title, module = f"hpcrl selftest over {hosts} nodes", "hpcrl.doctor.selftest.job"
     script = short_script("selftest", title, module, directory, once, request)
-    run_job(script, directory, ended, Deadline(own.get("wait", WAIT)), f"makes the checks, in {directory}")
+    run_job(script, directory, ended, Deadline(own.get("wait", WAIT[long])), f"makes the checks, in {directory}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.doctor.selftest.first_hour import GROUPS
 from tests.support.runs import REPO
 
 pytestmark = pytest.mark.vllm
@@ -24,14 +25,26 @@ def selftest(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_check_passes_here(tmp_path: Path) -> None:
-    """Every check passes on this machine and is not repeated."""
-    done = selftest(tmp_path, "--dir", "st", "--json", "found.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Every check passes on this machine and is not repeated: those of the first hour, then the others."""
+    done = selftest(tmp_path, "--first-hour", "--dir", "st", "--json", "sent.json")
+    assert done.returncode == 0 and "hpcrl: 0 GPUs: one, moe-fp8" in done.stdout, done.stdout + done.stderr
+    sent = json.loads((tmp_path / "sent.json").read_text())
+    made = {name for name, check in sent["checks"].items() if check["result"] != "not run"}
+    assert (
+        made == {*GROUPS["one"], *GROUPS["moe-fp8"]} and {"torch", "vllm", "megatron-core"} <= sent["packages"].keys()
+    )
+    rates = sent["checks"]["qwen3_rates"]["numbers"]
+    assert rates["qwen3_4b_lora_published"] == 6229 and rates["qwen3_4b_lora_tokens_per_second_per_gpu"] > 0
+    assert rates["qwen3_0.6b_published"] == 11896 and rates["qwen3_0.6b_sampled_tokens_per_second"] > 0
+    assert "Using CPUUnquantizedExperts MoE backend" in sent["kernels"]["moe-fp8-no"]
+    assert any(line.startswith("runs on the CPU: layers") for line in sent["kernels"]["qwen3_4b_lora"])
+    done = selftest(tmp_path, "--resume", "st", "--json", "found.json")
+    assert done.returncode == 0 and "qwen3_rates is known already" in done.stdout, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["checks"]
     assert found["stream_order"]["text"].startswith("no GPU: ")
     assert found["ipc"]["text"].startswith("no GPU: ")
     assert found["sleep_wake"]["text"].startswith("vLLM's CPU build")
-    skipped = {"stream_order", "ipc", "sleep_wake"}
+    skipped = {"environment", "stream_order", "ipc", "sleep_wake"}
     assert {name: check["result"] for name, check in found.items()} == {
         name: "skipped" if name in skipped else "passed" for name in found
     }

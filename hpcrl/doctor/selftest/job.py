@@ -31,7 +31,7 @@ from hpcrl.run.process import die_with_parent, end_descendants
 from hpcrl.utils.untrusted_files import read_json, touch
 
 MEET = 120.0  #: seconds for all hosts to have left their records
-LONG = 900.0  #: seconds for one step
+LONG = 3600.0  #: seconds for one step; the job's own limit is usually shorter
 
 
 class SelftestJob(msgspec.Struct, frozen=True):

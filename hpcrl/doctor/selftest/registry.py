@@ -180,8 +180,10 @@ def table(every: Mapping[str, Check], found: Mapping[str, Outcome]) -> str:
     return "\n".join([*rows, ", ".join(counts)])
 
 
-def report(every: Mapping[str, Check], found: Mapping[str, Outcome], hosts: list[str]) -> bytes:
-    """The JSON file: versions, machine, and each check with what holds if it passes."""
+def report(
+    every: Mapping[str, Check], found: Mapping[str, Outcome], hosts: list[str], kernels: Mapping[str, list[str]]
+) -> bytes:
+    """The JSON file: versions, machine, each check with what holds if it passes, and lines of logs by run."""
     packages = {name: shown for name in PACKAGES if (shown := version(name))}
     rows = {
         name: {"holds": check.title, **(msgspec.to_builtins(found[name]) if name in found else {"result": "not run"})}
@@ -197,6 +199,7 @@ def report(every: Mapping[str, Check], found: Mapping[str, Outcome], hosts: list
                 "hosts": hosts,
                 "packages": packages,
                 "checks": rows,
+                "kernels": kernels,
             }
         )
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -59,8 +60,10 @@ def write_recipe(directory: Path, name: str, gpus: int, **values: Any) -> Path:
     return path
 
 
-def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] = lambda: False) -> None:
-    """`hpcrl run WORDS` to its end.
+def run(
+    words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] = lambda: False, seconds: float = LONG
+) -> None:
+    """`hpcrl run WORDS` to its end, within `seconds`.
 
     Args:
         turn: called until it says True.
@@ -76,7 +79,7 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
             stderr=out,
             env={name: value for name, value in os.environ.items() if name not in OF_RANKS},
         )
-        deadline, done = Deadline(LONG), False
+        deadline, done = Deadline(seconds), False
         try:
             while process.poll() is None and not deadline.over:
                 done = done or turn()
@@ -87,7 +90,7 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
                 end_processes([psutil.Process(process.pid)], GRACE)
             process.wait()
     if late:
-        raise HpcrlError(f"hpcrl run did not end within {LONG:.0f} s", f"see {log}")
+        raise HpcrlError(f"hpcrl run did not end within {seconds:.0f} s", f"see {log}")
     if process.returncode != status:
         raise HpcrlError(f"hpcrl run {how_it_ended(process.returncode)}: {last_line(end_of_text(log))}", f"see {log}")
 
@@ -95,6 +98,11 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
 def steps(root: Path) -> list[dict[str, Any]]:
     """The metrics of each step of a run, in order."""
     return [row for row in last_records(RunDir(root).metrics_file, 10_000) if "train/loss" in row]
+
+
+def discard(root: Path) -> None:
+    """Remove what a run has saved, tens of GB of a large model."""
+    shutil.rmtree(root / "checkpoints", ignore_errors=True)
 
 
 def sampling_run(directory: Path, gpus: int) -> Path:

@@ -76,8 +76,8 @@ def test_engine_checks_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, check in find_checks().items()
     }
     skipped = {name: found.text for name, found in outcomes.items() if found.result == "skipped"}
-    with_engines = ("sleep_wake", "engine_update", "large_update", "engine_logprobs", "engine_loss")
-    assert skipped == dict.fromkeys(with_engines, "vllm is not installed")
+    with_engines = ("sleep_wake", "engine_update", "large_update", "engine_logprobs", "engine_loss", "qwen3_rates")
+    assert skipped == dict.fromkeys([*with_engines, "moe_fp8"], "vllm is not installed")
 
 
 def test_what_a_sleeping_engine_may_keep() -> None:
@@ -119,9 +119,9 @@ def test_report_lists_skipped_and_versions(tmp_path: Path) -> None:
         "not run  repeat",
         "0 passed, 1 failed, 0 skipped",
     ]
-    told = json.loads(report(every, found, ["n1"]))
+    told = json.loads(report(every, found, ["n1"], {"run": ["Using X backend"]}))
     assert told["checks"]["repeat"]["result"] == "not run" and told["checks"]["devices"]["numbers"] == {"n": 1}
-    assert told["hosts"] == ["n1"] and "torch" in told["packages"]
+    assert told["hosts"] == ["n1"] and "torch" in told["packages"] and told["kernels"] == {"run": ["Using X backend"]}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,7 @@ def test_report_lists_skipped_and_versions(tmp_path: Path) -> None:
         (["--hosts", "2"], "--hosts has no effect without --site"),
         (["--resume", "/nowhere"], "there is no self-test"),
         (["--resume", "x", "--dir", "y"], "--dir and --resume exclude each other"),
+        (["--first-hour", "--only", "ipc"], "--first-hour and --only exclude each other"),
         (["recipe.toml"], "recipe.toml has no effect"),
         (["--lr", "1"], "--lr has no effect"),
     ],

@@ -1,7 +1,9 @@
-"""Every rank sends its parts of a model of several GB straight to an engine, over each transport that these GPUs have.
+"""A model of several GB goes to an engine over each transport that these GPUs have: in pieces from every rank, and as
+whole tensors by vLLM's own transfer.
 
-NCCL where there is a GPU for the trainer and one for the engine, CUDA IPC where they share one.  Without a GPU the
-model is small and goes over sockets.  It has run on no GPU yet.
+Over NCCL where trainer and engine have GPUs of their own, over CUDA IPC where they share them.  With four GPUs or more
+an engine has two, each with a part of the tensors.  Without a GPU the model is small and goes over sockets.  It has run
+on no GPU yet.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from hpcrl.doctor.selftest.registry import Check, Number, Outcome
 from hpcrl.doctor.selftest.tiny_model import make_model
-from hpcrl.doctor.selftest.whole_run import gpu_count, recipe_with_engines, run, steps
+from hpcrl.doctor.selftest.whole_run import discard, gpu_count, recipe_with_engines, run, steps
 
 GPU = {
     "hidden_size": 4096,
@@ -25,11 +27,15 @@ CPU = {"hidden_size": 256, "intermediate_size": 512}
 
 
 def transports(gpus: int) -> dict[str, dict[str, Any]]:
-    """Value of --weight-transfer -> other options of a run over it."""
+    """Name -> options of a run over it."""
     if not gpus:
-        return {"gloo": {}}
-    apart = {"nccl": {"rollout_num_gpus": 1}} if gpus > 1 else {}
-    return apart | {"ipc": {"colocate": True}}
+        return {"gloo": {"weight_transfer": "gloo"}}
+    width = 2 if gpus > 3 else 1
+    sizes = ("actor_num_gpus_per_node", "tensor_model_parallel_size", "rollout_num_gpus", "rollout_num_gpus_per_engine")
+    each: dict[str, Any] = dict.fromkeys(sizes, width)
+    apart = {name: each | {"weight_transfer": name} for name in ("nccl", "vllm")} if gpus > 1 else {}
+    shared = {"ipc": "ipc", "vllm-ipc": "vllm"}
+    return apart | {name: each | {"weight_transfer": way, "colocate": True} for name, way in shared.items()}
 
 
 def work(directory: Path) -> Outcome:
@@ -41,9 +47,9 @@ def work(directory: Path) -> Outcome:
     said = []
     for name, options in transports(gpus).items():
         root = directory / f"large-{name}"
-        values = {"weight_transfer": name, "hf_checkpoint": str(model), **options}
-        recipe = recipe_with_engines(directory, f"large-{name}", gpus, **values)
+        recipe = recipe_with_engines(directory, f"large-{name}", gpus, hf_checkpoint=str(model), **options)
         run([str(recipe), "--run-dir", str(root)], directory / f"large-{name}.log")
+        discard(root)
         if not (rows := steps(root)):
             return Outcome("failed", f"the run over {name} has logged no step", numbers)
         seconds, moved = (rows[-1][f"perf/update_weights_{what}"] for what in ("time", "bytes"))
