@@ -22,8 +22,8 @@ SAMPLED = {True: 512, False: 16}  #: of these, by the engine
 #: what Qwen3-0.6B has in place of Qwen3-4B's (its config.json)
 SMALLER = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 ADAPTER = {"lora_rank": 16, "lora_alpha": 32}
-#: tokens a second and MFU of prime-rl's trainer alone on one H100 (github.com/PrimeIntellect-ai/prime-rl,
-#: benchmarks/baselines, rows 1xh100, rl, 16384 tokens, recomputation), which counts the operations in its own way
+#: tokens a second and MFU that prime-rl has published of its trainer alone, on one H100 with 16384 tokens
+#: (github.com/PrimeIntellect-ai/prime-rl, benchmarks/baselines; rows change); it counts operations in its own way
 PUBLISHED = {"qwen3_0.6b": (11_896, 0.111), "qwen3_4b_lora": (6_229, 0.217)}
 RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "qwen3_0.6b": (SMALLER, {}),
