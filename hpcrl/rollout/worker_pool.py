@@ -310,8 +310,7 @@ class WorkerPool:
 
         A job that ran alone is to blame; of several each is done again, alone.
         """
-        jobs = list(process.jobs.values())
-        process.jobs = {}
+        jobs, process.jobs = list(process.jobs.values()), {}
         self.processes.remove(process)
         self._ended.append(process)
         self.sandboxes.forget(process)

@@ -95,8 +95,7 @@ async def read_metrics(pool: EnginePool) -> list[EngineMetrics]:
     """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong
     there."""
     found = await asyncio.gather(*(metrics_text(pool, engine) for engine in pool.engines))
-    readings = (parse(text) for text in found if text is not None)
-    return [reading for reading in readings if reading is not None]
+    return [reading for text in found if text is not None and (reading := parse(text)) is not None]
 
 
 async def metrics_text(pool: EnginePool, engine: PooledEngine) -> str | None:
