@@ -319,7 +319,7 @@ def content(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[dict[
         (broken(logprobs=None), "log-probs that are not"),
         (broken(logprobs=content(lambda c: c.pop())), "log-probs that are not"),
         (broken(logprobs=content(lambda c: c[0].update(logprob=-9999.0))), "log-prob -9999.0 for token"),
-        (broken(weight_versions=[{"version": "default", "start": 0, "end": 1}]), "weights called 'default'"),
+        (broken(weight_versions=[{"version": "default", "start": 0, "end": 1}]), "weights 'default'"),
         (broken(weight_versions=[{"version": "3", "start": 1, "end": 2}]), "weight versions that do"),
         (
             broken(weight_versions=lambda c: [{"version": "3", "start": 0, "end": len(c["token_ids"]) + 1}]),
@@ -371,7 +371,7 @@ def ints(*values: int) -> bytes:
         (answer(logprobs=floats(-1, -2)), "log-probs that are not"),
         (answer(logprobs=floats(-1, -9999.0, -2)), "log-prob -9999.0 for token 6 at position 1"),
         (answer(logprobs=floats(-1, float("nan"), -2)), "log-prob nan for token 6 at position 1"),
-        (answer(spans=[("default", 0, 3)]), "weights called 'default'"),
+        (answer(spans=[("default", 0, 3)]), "weights 'default'"),
         (answer(spans=[("3", 0, 2)]), "weight versions for 2 of its 3 tokens"),
         (answer(spans=[("3", 0, 2), ("4", 2, 4)]), "weight versions that do"),
     ],
