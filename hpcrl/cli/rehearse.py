@@ -23,17 +23,17 @@ from hpcrl.models.files.config_json import read_config
 from hpcrl.plan import local_hosts
 from hpcrl.planning.formulas.engine_memory import engine_terms
 from hpcrl.planning.formulas.training_memory import GIB
-from hpcrl.planning.rehearsal.on_node import on_node
-from hpcrl.planning.rehearsal.problems import (
+from hpcrl.planning.rehearsal.engine_section import (
+    as_chosen,
     cache_line,
+    choice_lines,
     engine_line,
-    findings,
-    lines,
     of_cache,
+    of_choices,
     of_engine,
-    unshown,
-    verdict,
 )
+from hpcrl.planning.rehearsal.on_node import on_node
+from hpcrl.planning.rehearsal.problems import findings, lines, unshown, verdict
 from hpcrl.planning.rehearsal.ranks import distinct, named
 from hpcrl.planning.rehearsal.runner import asking_engine, run_ranks
 from hpcrl.planning.rehearsal.site_gpu import memory_of_card, memory_of_engines
@@ -43,7 +43,7 @@ usage: hpcrl rehearse [RECIPE.toml] [--site SITE | --gpu NAME] [--ranks WHICH] [
 
 Every distinct rank of the trainer builds its model and optimizer and takes a step on fake tensors. This needs
 config.json of --hf-checkpoint, but no GPU, no weights and hardly any memory. Settings that Megatron refuses, too little
-memory and ranks that do not match are errors (docs/sizing.md).
+memory and ranks that do not match are errors (docs/sizing.md). vLLM then says what it chooses for an engine on H100s.
 
   --site SITE        the GPUs that the site's profile names with gpu_type, for trainers and for engines
   --gpu NAME         the GPUs (docs/sizing.md lists them); default: h100-sxm
@@ -112,14 +112,14 @@ def _stage(options: Options, gpu: float, engines: float, which: str | None, at_o
     print("\n".join([*lines(options, reports, gpu), *unshown(reports)]))
     if asked:
         print(engine_line(asked))
-        cache = engine_terms(options, family, config, engines * GIB)
+        cache = engine_terms(as_chosen(options, asked), family, config, engines * GIB)
         if not (asked.absent or asked.error):
-            print(cache_line(options, cache, asked))
+            print("\n".join([*choice_lines(options, cache, asked), cache_line(options, cache, asked)]))
     shown = sum(not report.unshown for report in reports)
     print(f"rehearsed: {shown} of {options.world_size} ranks in {time.monotonic() - begun:.0f} s")
     faults = findings(options, family, config, reports, gpu)
     if asked:
-        faults += of_engine(asked) + of_cache(options, cache, asked)
+        faults += of_engine(asked) + of_choices(asked) + of_cache(options, cache, asked)
     if not faults and shown:
         print(verdict(options, [report for report in reports if not report.error], gpu))
     return [UsageError(found.what, found.hint) for found in faults]

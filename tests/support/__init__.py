@@ -37,6 +37,7 @@ Stand-ins where the real part cannot be had, or must misbehave
     fused_layers       what Transformer Engine's layers keep for the backward pass, on that device
     absent_torchvision, absent    names that vLLM's module for images imports; the folder that gives them to a process
     fake_engine, http_server, queues    servers that answer what a test says
+    rehearsed_engines  engines put through vLLM's choices on a machine with H100s that is not there
     out_of_memory, full_scheduler    ranks and engines that run out of memory in mid-run
     own_generates, own_rewards, own_slimes    functions as users write them, good and bad, also for slime;
     stand_in_trackers  packages in place of wandb, trackio and mlflow, which write down every call

@@ -19,15 +19,14 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.engine.multi_node import MEETING
 from hpcrl.errors import HpcrlError
-from hpcrl.planning.rehearsal.library_errors import explained, flags_of
+from hpcrl.planning.rehearsal.library_errors import LONGEST, explained, flags_of
 from hpcrl.planning.rehearsal.reports import EngineReport
 from hpcrl.utils.untrusted_files import read_regular
 
-#: fields that vLLM judges by the machine it is on, or that name the machine
+#: fields that name machines, or what is loaded into a worker
 OF_MACHINE = {
     "data_parallel_address",
     "data_parallel_rpc_port",
-    "enable_sleep_mode",
     "worker_extension_cls",
     "weight_transfer_config",
     "nnodes",
@@ -35,13 +34,6 @@ OF_MACHINE = {
     "master_addr",
     "master_port",
     "distributed_executor_backend",
-    "attention_backend",
-    "attention_config",
-    "moe_backend",
-    "all2all_backend",
-    "enable_dbo",
-    "compilation_config",
-    "enable_return_routed_experts",  # which runner vLLM takes for it depends on Triton and the platform
 }
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -58,8 +50,8 @@ def main(argv: list[str]) -> int:
     """Write what vLLM says of the engine of the options."""
     directory = Path(argv[0])
     options = Options.model_validate_json(read_regular(directory / "options.json"))
-    os.environ.update(ENVIRONMENT | {MEETING: "1,2"})
     try:
+        os.environ.update(environment(options) | ENVIRONMENT | {MEETING: "1,2"})
         report = judged(options)
     except HpcrlError as error:
         report = EngineReport(error=error.what, hint=error.hint or "")
@@ -73,26 +65,49 @@ def main(argv: list[str]) -> int:
 
 
 def judged(options: Options) -> EngineReport:
-    """What vLLM makes of the settings; raises what it refuses them with."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.model_executor.models import registry
+    """What vLLM makes of the settings, and what it chooses; raises what it refuses them with."""
+    from hpcrl.planning.rehearsal import h100
 
-    # a process of its own for the model's class keeps CUDA out of this one, which there is none of here
-    registry._run_in_subprocess = lambda look: look()
+    h100.install(max(h100.NODE, options.rollout_num_gpus_per_engine))
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from hpcrl.engine.server_settings import EMPTY
+    from hpcrl.planning.rehearsal.engine_choices import choices
+
     given = settings(options, {field.name for field in fields(AsyncEngineArgs)})
-    left = tuple(sorted(OF_MACHINE & options.vllm.keys()))
     kept = {name: value for name, value in given.items() if name not in OF_MACHINE}
-    more = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 30}
-    config = AsyncEngineArgs(**(more | kept)).create_engine_config()
+    arguments = AsyncEngineArgs(**({"skip_tokenizer_init": True} | kept))
+    config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     parallel = config.parallel_config
-    return EngineReport(
+    report = EngineReport(
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         data=parallel.data_parallel_size,
         longest=config.model_config.max_model_len,
         quantization=str(config.model_config.quantization or ""),
-        left_out=left,
     )
+    try:
+        report.choices = choices(config, given.get("load_format") == EMPTY)
+    except (ValueError, NotImplementedError):  # vLLM's own words
+        raise
+    except Exception as error:  # noqa: BLE001  (what asks for the GPU itself)
+        report.unshown = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
+    return report
+
+
+def environment(options: Options) -> dict[str, str]:
+    """The environment of the first engine on a GPU's machine that finds what this one finds."""
+    from hpcrl.engine.server_settings import Build, build, server_environment
+    from hpcrl.errors import UsageError
+    from hpcrl.plan import local_hosts, make_plan
+    from hpcrl.run.gpu_environment import build_tools
+
+    plan = make_plan(options, local_hosts(options), "rehearsal")
+    try:
+        return server_environment(options, plan, 0, os.environ, Build(build().version, False))
+    except UsageError:  # no nvcc: `missing_tools` says so
+        return {**os.environ, **build_tools(os.environ)}
 
 
 def settings(options: Options, known: set[str]) -> dict[str, Any]:

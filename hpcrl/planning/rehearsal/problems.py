@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from hpcrl.config.options import Options
 from hpcrl.models.family import Config, Family
-from hpcrl.planning.formulas.engine_memory import WORKING, EngineTerms
 from hpcrl.planning.formulas.nccl_memory import nccl_bytes
 from hpcrl.planning.formulas.training_memory import CUDA, GIB
 from hpcrl.planning.memory.fits import cheapest
 from hpcrl.planning.rehearsal.collectives import PHASES, RESUME, differing, totals, unlike_messages
 from hpcrl.planning.rehearsal.ranks import boundaries, like, same_rows, stages
-from hpcrl.planning.rehearsal.reports import EngineReport, RankReport
+from hpcrl.planning.rehearsal.reports import RankReport
 
 SHOWN = 12  #: rows of the table of collectives
 
@@ -67,57 +66,6 @@ def unshown(reports: Sequence[RankReport]) -> list[str]:
     """A warning of what the rehearsal is no judge of, once for all ranks that met it."""
     found = _refused([report for report in reports if report.error and report.unshown])
     return [f"warn: {fault.what}{f'; {fault.hint}' if fault.hint else ''}" for fault in found]
-
-
-def of_engine(report: EngineReport) -> list[RehearsalFault]:
-    """What vLLM refuses."""
-    return [RehearsalFault(f"engine: {report.error}", report.hint)] if report.error else []
-
-
-LARGER_CACHE = "raise --rollout-num-gpus-per-engine or --vllm-gpu-memory-utilization, or give --rollout-max-context-len"
-
-
-def engine_line(report: EngineReport) -> str:
-    """What vLLM makes of an engine's settings."""
-    if report.absent:
-        return f"engine: not rehearsed, vLLM cannot be asked here: {report.absent}"
-    if report.error:
-        return "engine: refused"
-    sizes = f"TP {report.tensor}, PP {report.pipeline}, DP {report.data}"
-    weights = f", {report.quantization} weights" if report.quantization else ""
-    left = f"; left to the GPUs' machine: {', '.join(report.left_out)}" if report.left_out else ""
-    return f"engine: vLLM takes its settings: {sizes}{weights}, {report.longest:,} tokens at most{left}"
-
-
-def cache_line(options: Options, terms: EngineTerms, report: EngineReport) -> str:
-    """How much an engine caches, by the figures of `hpcrl plan`; with a warning where vLLM would refuse that. The
-    memory for vLLM's work is left out."""
-    size = terms.gpu["KV cache"] / GIB
-    line = f"engine: KV cache {size:.1f} GiB a GPU, {terms.cached_tokens:,} tokens (estimated as in hpcrl plan)"
-    if size <= 0:
-        line = f"engine: no memory is left for its KV cache, {-size:.1f} GiB are missing (estimated as in hpcrl plan)"
-    if _too_small(options, terms, report) and not of_cache(options, terms, report):
-        line += f"\nwarn: a request may have {report.longest:,} tokens: vLLM may refuse to start; {LARGER_CACHE}"
-    return line
-
-
-def of_cache(options: Options, terms: EngineTerms, report: EngineReport) -> list[RehearsalFault]:
-    """What vLLM would refuse on the GPU: a cache that does not hold one request of the longest, whatever is allowed for
-    its work."""
-    size = terms.gpu["KV cache"]
-    if report.absent or report.error or not _too_small(options, terms, report):
-        return []
-    if size + WORKING > 0 and (
-        size <= 0 or (1 + WORKING / size) * terms.cached_tokens >= report.longest * options.engine_data_parallel_size
-    ):
-        return []
-    held = max(terms.cached_tokens, 0) // options.engine_data_parallel_size
-    what = f"engine: its KV cache holds {held:,} tokens, and a request may have {report.longest:,}"
-    return [RehearsalFault(what, LARGER_CACHE)]
-
-
-def _too_small(options: Options, terms: EngineTerms, report: EngineReport) -> bool:
-    return terms.cached_tokens // options.engine_data_parallel_size < report.longest
 
 
 def _refused(failed: Sequence[RankReport]) -> list[RehearsalFault]:

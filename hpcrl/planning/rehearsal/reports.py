@@ -38,14 +38,46 @@ class RankReport(msgspec.Struct):
     seconds: float = 0.0
 
 
+class EngineChoices(msgspec.Struct):
+    """What vLLM chooses for an engine on H100s.
+
+    Attributes:
+        attention: backends of its layers.
+        experts, exchange: kernel and all-to-all of its experts; "" without, or where nothing is exchanged.
+        graphs, captured: CUDA graph mode, and the batch sizes that are captured.
+        batched, sequences: tokens and sequences of one pass at most.
+        workspace: bytes of the experts' kernel, by vLLM's shapes.
+        weights: bytes on the first GPU.
+        token_bytes: of one token in the KV cache of a GPU.
+        all_experts, reached: of a layer, and those that random tokens go to while its weights are empty.
+        no_nvcc: whether its environment leads to no nvcc that DeepGEMM, which it uses, compiles with.
+        no_flashinfer: the tools whose absence turns FlashInfer off.
+    """
+
+    attention: str = ""
+    experts: str = ""
+    exchange: str = ""
+    graphs: str = ""
+    captured: tuple[int, ...] = ()
+    batched: int = 0
+    sequences: int = 0
+    workspace: int = 0
+    weights: int = 0
+    token_bytes: float = 0.0
+    all_experts: int = 0
+    reached: int = 0
+    no_nvcc: bool = False
+    no_flashinfer: tuple[str, ...] = ()
+
+
 class EngineReport(msgspec.Struct):
-    """What vLLM's config classes say of an engine.
+    """What vLLM says of an engine.
 
     Attributes:
         tensor, pipeline, data: parallel sizes, as vLLM has them.
         longest: tokens of a request at most.
         quantization: "" for none.
-        left_out: settings that only a machine with GPUs can judge.
+        choices: for its GPUs; None where `unshown` says why it has none.
         absent: why vLLM could not be asked; "" if it was.
         error, hint: what it refuses, and the flags that it is about.
     """
@@ -55,7 +87,8 @@ class EngineReport(msgspec.Struct):
     data: int = 1
     longest: int = 0
     quantization: str = ""
-    left_out: tuple[str, ...] = ()
+    choices: EngineChoices | None = None
+    unshown: str = ""
     absent: str = ""
     error: str = ""
     hint: str = ""

@@ -14,8 +14,9 @@ from hpcrl.models.family import find_family
 from hpcrl.planning.fake_libraries.transformer_engine import FusedAdam
 from hpcrl.planning.formulas.engine_memory import EngineTerms
 from hpcrl.planning.rehearsal.batch import SHORTEST, micro_batches, rehearsed, share_of
+from hpcrl.planning.rehearsal.engine_section import cache_line, of_cache
 from hpcrl.planning.rehearsal.library_errors import explained, flags_of, refused
-from hpcrl.planning.rehearsal.problems import cache_line, findings, lines, of_cache, unshown
+from hpcrl.planning.rehearsal.problems import findings, lines, unshown
 from hpcrl.planning.rehearsal.ranks import boundaries, distinct, like, named, stages
 from hpcrl.planning.rehearsal.reports import EngineReport, RankReport
 from hpcrl.planning.rehearsal.site_gpu import memory_of_card, memory_of_engines
