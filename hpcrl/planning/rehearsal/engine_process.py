@@ -42,6 +42,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+#: what vLLM says of a model whose module cannot be imported without a GPU's packages
+UNREAD = "failed to be inspected"
 #: of the errors of pydantic, what vLLM itself has said
 SAID = re.compile(r"Value error, (.*?)(?: \[type=| For further|$)")
 
@@ -59,7 +61,10 @@ def main(argv: list[str]) -> int:
         report = EngineReport(absent=str(error))
     except Exception as error:  # noqa: BLE001  (told to the user)
         what, hint = explain_error(error, options)
-        report = EngineReport(error=what, hint=hint)
+        unread = UNREAD in what
+        report = (
+            EngineReport(absent="it cannot import the model's class") if unread else EngineReport(error=what, hint=hint)
+        )
     (directory / "engine.json").write_bytes(msgspec.json.encode(report))
     return 0
 

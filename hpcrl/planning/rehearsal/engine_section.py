@@ -59,7 +59,7 @@ def of_cache(options: Options, terms: EngineTerms, report: EngineReport) -> list
         return []
     held = max(terms.cached_tokens, 0) // options.engine_data_parallel_size
     what = f"engine: its KV cache holds {held:,} tokens, and a request may have {report.longest:,}"
-    rows = terms.gpu["experts' workspace"]
+    rows = terms.gpu.get("experts' workspace", 0)
     if report.choices and rows > WORKING:
         what += f"; experts' workspace takes {rows / GIB:.1f} GiB of a GPU at {report.choices.batched:,} tokens a pass"
         return [RehearsalFault(what, f"lower --vllm-max-num-batched-tokens, or {LARGER_CACHE}")]
@@ -95,7 +95,7 @@ def choice_lines(options: Options, terms: EngineTerms, report: EngineReport) -> 
     yield f"engine: weights {found.weights / GIB:.1f} GiB a GPU, cache {found.token_bytes / 1024:.0f} KiB a token"
     if found.experts:
         rows = terms.gpu["experts' workspace"]
-        inside = f", {rows / GIB:.1f} with what kernels take inside (estimated)" if rows else ""
+        inside = f", {rows / GIB:.1f} with gathered rows and what kernels take inside (estimated)" if rows else ""
         yield f"engine: experts' workspace {found.workspace / GIB:.2f} GiB by vLLM's shapes{inside}"
     yield "engine: not shown without a GPU: kernels of all-reduce, memory of CUDA graphs and of NCCL"
     yield from (f"warn: engine: {what}" for what in _slow(options, found))

@@ -39,7 +39,7 @@ STOOD_IN = (
 ANSWERS = {"get_mk_alignment_for_contiguous_layout": lambda: 128}
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class H100Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Modules of those names, which have whatever is asked for."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -60,6 +60,13 @@ class Idle:
     disabled = True
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+class TritonConfig:
+    """Numbers with which a kernel may be compiled."""
+
+    def __init__(self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **_: Any) -> None:
+        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
 
 
 class StoodIn(type):
@@ -96,8 +103,8 @@ class Kernel:
 
 def install(gpus: int) -> None:
     """Let vLLM find a machine with `gpus` H100s of 80 GB, all linked."""
-    sys.meta_path.insert(0, Finder())
-    from vllm import platforms
+    sys.meta_path.insert(0, H100Modules())
+    import vllm.platforms
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
@@ -111,15 +118,18 @@ def install(gpus: int) -> None:
         "is_fully_connected": classmethod(lambda cls, ids: True),
         "is_cumem_allocator_available": lambda self: True,
     }
-    platforms.current_platform = type("H100", (CudaPlatformBase,), answers)()  # vLLM's module asks for it by name
+    vllm.platforms.current_platform = type("H100", (CudaPlatformBase,), answers)()  # vLLM's module asks for it by name
     importlib.import_module("vllm._custom_ops")  # which registers shapes of the operations that there are
 
     vars(torch.ops)["_C"], vars(torch.ops)["_moe_C"] = Kernel("_C"), Kernel("_moe_C")
     torch.cuda.Stream, torch.cuda.Event = Idle, Idle  # type: ignore[misc,assignment]
+    import vllm.triton_utils
     from vllm.config import vllm as of_engine
     from vllm.model_executor.models import registry
 
     of_engine.HAS_TRITON = True  # type: ignore[attr-defined]
+    if not vllm.triton_utils.HAS_TRITON:  # whose placeholder is a function
+        vllm.triton_utils.triton.Config = TritonConfig
     # a process of its own for the model's class would be without all this
     registry._run_in_subprocess = lambda look: look()
 

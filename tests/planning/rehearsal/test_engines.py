@@ -74,7 +74,7 @@ def test_what_vllm_chooses(reports: dict[str, EngineReport]) -> None:
     assert (found.batched, found.sequences) == (512, 512)
     assert found.token_bytes == 2 * 92 * 8 * 128 * 2
     lines, faults = said(reports, "shipped")
-    assert "attention FLASH_ATTN; experts FLASHINFER_CUTLASS; all-to-all allgather_reducescatter" in lines
+    assert all(name in lines for name in ("FLASH_ATTN", "FLASHINFER_CUTLASS", "AgRsAll2AllManager"))
     assert "warn" not in lines and not faults
 
 
@@ -95,20 +95,20 @@ def test_a_workspace_too_large_for_the_gpu(reports: dict[str, EngineReport]) -> 
     assert not said(reports, "default")[1]
     assert chosen(reports, "default-batch").batched == 8192
     fault = said(reports, "default-batch")[1]
-    assert "workspace takes 49" in fault and "lower --vllm-max-num-batched-tokens" in fault
+    assert "takes 49" in fault and "--vllm-max-num-batched-tokens" in fault
 
 
 def test_an_environment_without_nvcc(reports: dict[str, EngineReport]) -> None:
     """N2: one that does not lead to the nvcc that pip has installed."""
     assert "nvcc" not in said(reports, "shipped")[0]
     lines, _ = said(reports, "shipped-tools")
-    assert "need nvcc 12.9 or newer" in lines and "set CUDA_HOME" in lines
+    assert "nvcc 12.9" in lines and "CUDA_HOME" in lines
 
 
 def test_an_environment_without_ninja(reports: dict[str, EngineReport]) -> None:
     """N6: one that does not lead to the interpreter's folder, where ninja is; vLLM then does without FlashInfer."""
     lines, _ = said(reports, "shipped-tools")
-    assert "FlashInfer is off" in lines and "find nvcc and ninja" in lines
+    assert "FlashInfer is off" in lines and "nvcc and ninja" in lines
     assert chosen(reports, "shipped-tools").experts == "DEEPGEMM"
     assert chosen(reports, "shipped").experts == "FLASHINFER_CUTLASS"
 
@@ -118,7 +118,7 @@ def test_an_empty_start_to_few_experts(reports: dict[str, EngineReport]) -> None
     assert chosen(reports, "shipped").reached > 80
     assert chosen(reports, "shipped-drawn").reached == 8
     fault = said(reports, "shipped-drawn")[1]
-    assert "8 of 160 experts" in fault and "--vllm-load-format auto" in fault
+    assert "8 of 160" in fault and "--vllm-load-format auto" in fault
 
 
 def test_decoding_without_graphs(reports: dict[str, EngineReport]) -> None:
@@ -126,4 +126,4 @@ def test_decoding_without_graphs(reports: dict[str, EngineReport]) -> None:
     assert "warn" not in said(reports, "deepep")[0]
     assert "graphs FULL" in said(reports, "deepep")[0]
     lines, _ = said(reports, "deepep-throughput")
-    assert "decodes without CUDA graphs; give --vllm-all2all-backend deepep_low_latency" in lines
+    assert "without CUDA graphs" in lines and "--vllm-all2all-backend deepep_low_latency" in lines
