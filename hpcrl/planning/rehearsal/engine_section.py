@@ -36,8 +36,8 @@ def engine_line(report: EngineReport) -> str:
 
 
 def cache_line(options: Options, terms: EngineTerms, report: EngineReport) -> str:
-    """How much an engine caches, by the figures of `hpcrl plan`; with a warning where vLLM would refuse that, but for
-    the memory that is allowed for its work."""
+    """How much an engine caches, by the figures of `hpcrl plan`; with a warning where vLLM would refuse that. The
+    memory for vLLM's work is left out."""
     size = terms.gpu["KV cache"] / GIB
     line = f"engine: KV cache {size:.1f} GiB a GPU, {terms.cached_tokens:,} tokens (estimated as in hpcrl plan)"
     if size <= 0:
