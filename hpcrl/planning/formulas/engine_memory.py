@@ -105,9 +105,7 @@ def update_bytes(options: Options, family: Family, config: Config) -> float:
     that layer, be the engine as large as it may, and two messages of vllm's. Over CUDA IPC the bucket is the trainer
     rank's, which keeps it.
     """
-    layer = largest_module(family, config) * (
-        1.0 if config.get("quantization_config") else 2.0 if options.bf16 else 4.0
-    )
+    layer = largest_module(family, config) * item_bytes(options, config)
     if options.weight_transfer == "disk":
         return layer
     if gpu_transfer(options) == "vllm":
@@ -149,9 +147,8 @@ def gpu_weights(options: Options, family: Family, config: Config) -> float:
     """Bytes of the weights on one GPU: experts divided over all of the engine's, the rest over those of a data-parallel
     part."""
     config = served(options, config)
-    count = whole_model(family, config)
     whole = model_bytes(options, family, config)
-    experts = whole * count.expert / count.all
+    experts = whole_model(family, config).expert * item_bytes(options, config)
     return experts / options.rollout_num_gpus_per_engine + (whole - experts) / options.engine_tensor_parallel_size
 
 
@@ -180,13 +177,14 @@ def served(options: Options, config: Config) -> Config:
 
 
 def model_bytes(options: Options, family: Family, config: Config) -> float:
-    """Bytes of the weights that an engine serves: with a quantization_config, matrices of one byte and bf16
-    embeddings."""
-    count = whole_model(family, config)
-    plain = 2 * config["vocab_size"] * config["hidden_size"]
-    if config.get("quantization_config"):
-        return (count.all - plain) * 1.0 + plain * 2.0
-    return count.all * (2.0 if options.bf16 else 4.0)
+    """Bytes of the weights that an engine serves: with a quantization_config the embeddings are bf16."""
+    more = 2.0 * config["vocab_size"] * config["hidden_size"] if config.get("quantization_config") else 0.0
+    return whole_model(family, config).all * item_bytes(options, config) + more
+
+
+def item_bytes(options: Options, config: Config) -> float:
+    """Bytes of a number of a weight matrix in an engine."""
+    return 1.0 if config.get("quantization_config") else 2.0 if options.bf16 else 4.0
 
 
 def token_bytes(options: Options, family: Family, config: Config) -> float:

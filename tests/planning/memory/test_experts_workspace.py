@@ -56,6 +56,7 @@ def test_workspace_is_taken_from_the_cache() -> None:
     (options,) = resolve_stages(load_recipe(EXAMPLES / "glm-4.5-355b-64gpu.toml"), {}, {"run": "r", "prepared": "p"})
     terms = engine_terms(options, family, FP8, 79.1 * GIB)
     assert terms.gpu["experts' workspace"] / GIB == pytest.approx(3.1, rel=0.1)
+    assert terms.gpu["weights"] / GIB == pytest.approx(27.1, rel=0.01)  # of vLLM's own parameters (hpcrl rehearse)
     assert terms.cached_tokens // options.engine_data_parallel_size > options.rollout_max_context_len
 
 
