@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hpcrl.cli.main import main
 from hpcrl.config.options import Options
@@ -106,6 +107,7 @@ def test_a_model_directory_is_looked_into(tmp_path: Path) -> None:
 def test_shipped_configs_are_the_published_models(name: str) -> None:
     config = json.loads((REPO / "examples/configs" / name / "config.json").read_text())
     quantised = config.pop("quantization_config", None)
+    assert config.pop("architectures") == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     assert config == MODELS[PUBLISHED[name]][1] and quantised == (FP8 if name.endswith("FP8") else None)
 
 

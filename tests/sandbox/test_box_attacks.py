@@ -99,7 +99,7 @@ def test_what_an_ignored_signal_keeps(loop: Loop, box: Box) -> None:
     stubborn = "trap '' TERM INT HUP QUIT; while :; do sleep 0.05; done"
     assert loop.run(box.run(stubborn, 0.3)).timed_out
     loop.run(box.run(f'(setsid bash -c "{stubborn}" hpcrl-stubborn-4722 > /dev/null 2>&1 &)'))
-    assert "4722" in command_lines()
+    until(lambda: "4722" in command_lines())
     loop.run(box.reset())
     until(lambda: "4722" not in command_lines())
     assert "4722" not in loop.run(box.run("cat /proc/*/cmdline")).stdout

@@ -24,6 +24,7 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
 from hpcrl.sample import Sample
+from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED
 from tests.support.able import needs
 from tests.support.two_ways import Policy, make_model, words
@@ -267,6 +268,9 @@ def test_a_lost_sandbox_costs_no_response(model: Path) -> None:
     async def run() -> tuple[list[Sample], dict[str, float]]:
         async with sampler(model, "loses_its_sandbox") as (made, _):
             samples = [sample for index in (1, 0) for sample in await made.make(asked(model, index))]
+            deadline = Deadline(30)  # the process counts after its answer
+            while made.pool.sandboxes.done["lost"] < 4 and not deadline.over:
+                await asyncio.sleep(0.01)
             return samples, dict(made.pool.sandboxes.done)
 
     (good, bad), done = asyncio.run(run())
