@@ -24,6 +24,7 @@ def selftest(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=560, check=False)
 
 
+@pytest.mark.timeout(900)
 def test_every_check_passes_here(tmp_path: Path) -> None:
     """Every check passes on this machine and is not repeated: those of the first hour, then the others."""
     done = selftest(tmp_path, "--first-hour", "--dir", "st", "--json", "sent.json")
