@@ -42,7 +42,7 @@ Checks devices, the network between them, the trainer's numbers, updates of a re
 GPUs of this machine, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if
 any failed.
 
-  --first-hour       the checks to make first on new GPUs: the group "one", on several also "eight" and "moe-fp8"
+  --first-hour       the checks to make first on new GPUs, half an hour on one and an hour on eight
   --only NAME ...    these checks alone
   --dir DIR          directory for results, logs and small runs (default: selftest-TIME)
   --json FILE        a second copy of DIR/report.json (versions, numbers, seconds), to attach to an issue

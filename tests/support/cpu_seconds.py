@@ -76,10 +76,8 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In CI print the table, keep it for tools/baseline.py, and fail if the total is out of bounds."""
-    output, reporter = (
-        getattr(session.config, "workeroutput", None),
-        session.config.pluginmanager.get_plugin("terminalreporter"),
-    )
+    output = getattr(session.config, "workeroutput", None)
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if output is not None:
         output["cpu_seconds"] = dict(spent)
     elif "HPCRL_REQUIRE" in os.environ and reporter and session.config.cache:

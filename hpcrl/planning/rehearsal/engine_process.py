@@ -61,10 +61,9 @@ def main(argv: list[str]) -> int:
         report = EngineReport(absent=str(error))
     except Exception as error:  # noqa: BLE001  (told to the user)
         what, hint = explain_error(error, options)
-        unread = UNREAD in what
-        report = (
-            EngineReport(absent="it cannot import the model's class") if unread else EngineReport(error=what, hint=hint)
-        )
+        report = EngineReport(error=what, hint=hint)
+        if UNREAD in what:
+            report = EngineReport(absent="it cannot import the model's class")
     (directory / "engine.json").write_bytes(msgspec.json.encode(report))
     return 0
 
@@ -103,25 +102,31 @@ def judged(options: Options) -> EngineReport:
 
 def environment(options: Options) -> dict[str, str]:
     """The environment of the first engine on a GPU's machine that finds what this one finds."""
-    from hpcrl.engine.server_settings import Build, build, server_environment
+    from hpcrl.engine.server_settings import server_environment
     from hpcrl.errors import UsageError
-    from hpcrl.plan import local_hosts, make_plan
     from hpcrl.run.gpu_environment import build_tools
 
-    plan = make_plan(options, local_hosts(options), "rehearsal")
+    plan, build = placed(options)
     try:
-        return server_environment(options, plan, 0, os.environ, Build(build().version, False))
-    except UsageError:  # no nvcc: `missing_tools` says so
+        return server_environment(options, plan, 0, os.environ, build)
+    except UsageError:  # no nvcc: `look_for_tools` says so
         return {**os.environ, **build_tools(os.environ)}
+
+
+def placed(options: Options) -> tuple[Any, Any]:
+    """(the plan of a run on this machine, vLLM's build here taken for one for GPUs)"""
+    from hpcrl.engine.server_settings import Build, build
+    from hpcrl.plan import local_hosts, make_plan
+
+    return make_plan(options, local_hosts(options), "rehearsal"), Build(build().version, False)
 
 
 def settings(options: Options, known: set[str]) -> dict[str, Any]:
     """The fields of vLLM's that the first engine is started with on a GPU."""
-    from hpcrl.engine.server_settings import Build, build, flags
-    from hpcrl.plan import local_hosts, make_plan
+    from hpcrl.engine.server_settings import flags
 
-    plan = make_plan(options, local_hosts(options), "rehearsal")
-    found = flags(options, plan, 0, 0, Build(build().version, False))
+    plan, build = placed(options)
+    found = flags(options, plan, 0, 0, build)
     return {name: value for name, value in found.items() if name in known}
 
 

@@ -1,5 +1,4 @@
-"""What is said of an engine, and what is wrong with it: what vLLM chose for it on H100s (engine_choices.py), next to
-the memory that `hpcrl plan` has for it.
+"""The engine section of a rehearsal: what vLLM chose on H100s (engine_choices.py), memory by `hpcrl plan`, and faults.
 
 Invariant: what would end a run is a fault; what is slow, or depends on the machine that is asked, is a warning.
 """
@@ -88,10 +87,8 @@ def choice_lines(options: Options, terms: EngineTerms, report: EngineReport) -> 
     exchange = f"; all-to-all {found.exchange}" if found.exchange else ""
     yield f"engine: vLLM chooses on H100s: attention {found.attention}{experts}{exchange}"
     sizes = f", {len(found.captured)} sizes up to {max(found.captured)}" if found.captured else ""
-    yield (
-        f"engine: CUDA graphs {found.graphs}{sizes}; a pass has at most {found.batched:,} tokens and "
-        f"{found.sequences:,} sequences"
-    )
+    most = f"at most {found.batched:,} tokens and {found.sequences:,} sequences a pass"
+    yield f"engine: CUDA graphs {found.graphs}{sizes}; {most}"
     yield f"engine: weights {found.weights / GIB:.1f} GiB a GPU, cache {found.token_bytes / 1024:.0f} KiB a token"
     if found.experts:
         rows = terms.gpu["experts' workspace"]
@@ -107,12 +104,12 @@ def _slow(options: Options, found: EngineChoices) -> Iterator[str]:
         yield f"it decodes without CUDA graphs; {other}"
     if found.no_nvcc:
         yield (
-            f"FP8 blocks need nvcc {NVCC[0]}.{NVCC[1]} or newer as it runs, which its environment here does not find; "
+            f"FP8 blocks need nvcc {NVCC[0]}.{NVCC[1]} or newer at run time; the engine's environment here has none: "
             "load the site's CUDA module, set CUDA_HOME, or pip install nvidia-cuda-nvcc"
         )
     if found.no_flashinfer:
         tools = " and ".join(found.no_flashinfer)
-        yield f"FlashInfer is off, since its environment here does not find {tools}; install that, or flashinfer-cubin"
+        yield f"FlashInfer is off: the engine's environment here lacks {tools}; install that, or flashinfer-cubin"
 
 
 def of_choices(report: EngineReport) -> list[RehearsalFault]:
@@ -121,4 +118,4 @@ def of_choices(report: EngineReport) -> list[RehearsalFault]:
     if found is None or not 0 < 2 * found.reached <= found.all_experts:
         return []
     what = f"engine: while its weights are empty, tokens go to {found.reached} of {found.all_experts} experts"
-    return [RehearsalFault(f"{what}, and vLLM may wait for ever", "give --vllm-load-format auto")]
+    return [RehearsalFault(f"{what}, and vLLM may hang", "give --vllm-load-format auto")]
