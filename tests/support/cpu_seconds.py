@@ -78,12 +78,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """In CI print the table, keep it for tools/baseline.py, and fail if the total is out of bounds."""
     output = getattr(session.config, "workeroutput", None)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    cache = getattr(session.config, "cache", None)  # none with -p no:cacheprovider, as in the tests that run pytest
     if output is not None:
         output["cpu_seconds"] = dict(spent)
-    elif "HPCRL_REQUIRE" in os.environ and reporter and session.config.cache:
+    elif "HPCRL_REQUIRE" in os.environ and reporter and cache and not session.config.option.collectonly:
         layer, unit = session.config.option.markexpr, calibrate()
         units = {name: round(seconds / unit, 1) for name, seconds in spent.most_common()}
-        session.config.cache.set(f"cpu_seconds/{layer}", units)
+        cache.set(f"cpu_seconds/{layer}", units)
         lines, fine = table(units, tomllib.loads(FILE.read_text()).get("cpu_seconds", {}).get(layer, {}))
         reporter.write_sep("=", f"CPU time, in {unit:.3f} s: half of it Python's")
         reporter.write_line("\n".join(lines))
