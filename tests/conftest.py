@@ -20,7 +20,7 @@ from tests.support.caches import machine_forgotten  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 from tests.support.second_user import second_user  # noqa: F401
 
-pytest_plugins = ["tests.support.cpu_seconds"]
+pytest_plugins = ["tests.support.cpu_seconds", "tests.support.ranks"]
 
 # What is imported stays, and to look through it for garbage again and again takes a fifth of the imports' time: none is
 # looked for until all files are imported (pytest_collection_finish).

@@ -270,7 +270,7 @@ def name_of(o: Options) -> str:
 
 
 @pytest.mark.parametrize("case", POLICY, ids=label)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.process) for n in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
 def test_it_is_the_formula(case: dict[str, Any], seed: int) -> None:
     samples, o = random_samples(seed), options(**case)
     p = leaf(samples)

@@ -1,8 +1,8 @@
 """Documented commands as a user types them: through the installed `hpcrl`, each in a process of its own, with a shell's
 environment.
 
-Of lines that differ in names and values alone, the first is typed here; tests/documents/test_cheap_commands.py types all
-of them in one interpreter.
+Of lines that differ in names and values alone, the first is typed here; tests/documents/test_wheel.py types all of
+them in one interpreter, with what a login node has.
 
 What starts a run is told to start nothing (tests/soak/test_documented_runs.py runs them); what is asked of a run is
 asked of the quick start's, which runs whole, once for all tests (`quick_start`).
@@ -82,6 +82,7 @@ def test_each_in_a_process_of_its_own(scene: Scene) -> None:
     with ThreadPoolExecutor(2) as pool:
         answers |= dict(zip(rest, pool.map(lambda line: shell(scene, line), rest), strict=True))
     check(answers)
+    assert not list((scene.folder / "runs").glob("rewarded-*")), "nothing was started"
 
 
 def check(answers: dict[str, tuple[int, str]]) -> None:

@@ -65,7 +65,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     try:
         return (yield)
     finally:
-        spent[item.nodeid.removeprefix("tests/").partition("/")[0]] += sum(os.times()[:4]) - before
+        folder, below, _ = item.nodeid.removeprefix("tests/").partition("::")[0].partition("/")
+        spent[folder if below else "tests"] += sum(os.times()[:4]) - before
 
 
 @pytest.hookimpl(optionalhook=True)

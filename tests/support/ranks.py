@@ -7,15 +7,16 @@ sets them, so `hpcrl.trainer.parallel_state.initialize` works as in a run.  It m
 that can be imported; arguments and results are pickled.
 
 How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and
-then forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so
-the zygote does neither, and the store where ranks meet lives in the test process.  A second zygote, started when it is
-first asked for, is for `on_fake_device`: what it has done to torch (hpcrl/planning/rehearsal/device.py) no other rank may see.
-A third is for `on_fake_gpu`, in which Megatron finds stand-ins for the packages that a GPU's machine has.
+then forks ranks on demand, for all of the session's workers: it listens on an abstract Unix socket and ends with the
+session.  A fork is only safe from a process that has never run a backward pass or opened gloo, so the zygote does
+neither, and the store where ranks meet lives in the test process.  A second zygote, started when it is first asked for,
+is for `on_fake_device`: what it has done to torch (hpcrl/planning/rehearsal/device.py) no other rank may see.  A third is
+for `on_fake_gpu`, in which Megatron finds stand-ins for the packages that a GPU's machine has.
 """
 
 from __future__ import annotations
 
-import atexit
+import gc
 import importlib
 import os
 import pickle
@@ -28,7 +29,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -38,7 +39,8 @@ ENVIRONMENT = {
 }
 FAKE = "fake"  #: the argument of the zygote whose device only knows shapes
 PACKAGES = "packages"  #: that of the one which has stand-ins for Transformer Engine and DeepEP as well
-_zygotes: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
+_session: tuple[str, int] | None = None  #: (its name, the pid that it ends with); None: this process is all of it
+_started: list[subprocess.Popen[bytes]] = []
 
 
 class RankError(Exception):
@@ -90,34 +92,38 @@ def _on_fake(kind: tuple[str, ...], function: Callable[..., Any], args: tuple[An
     return answer[0]
 
 
+def pytest_configure(config: Any) -> None:
+    """A worker of xdist has its zygotes in common with the session's other workers; their controller ends last."""
+    global _session
+    if hasattr(config, "workerinput"):
+        _session = config.workerinput["testrunuid"], os.getppid()
+
+
 def _ask(request: tuple[Any, ...], kind: tuple[str, ...] = ()) -> Any:
-    zygote = _zygotes.get(kind)
-    if zygote is None or zygote.poll() is not None:
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        command = [sys.executable, os.path.abspath(__file__), *kind]
-        zygote = _zygotes[kind] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        atexit.register(_end, zygote)
-    _send(zygote.stdin, request)
-    return _receive(zygote.stdout)
+    session, ends_with = _session or (str(os.getpid()), os.getpid())
+    name = "-".join(("hpcrl-zygote", session, *kind))
+    with socket.socket(socket.AF_UNIX) as connection:
+        deadline, started = time.monotonic() + 60, False
+        while connection.connect_ex(f"\0{name}"):
+            if not started:  # of workers that find none at once each starts one, and one of these takes the name
+                started = True
+                environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+                command = [sys.executable, os.path.abspath(__file__), name, str(ends_with), *kind]
+                _started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment))
+            assert time.monotonic() < deadline, "no zygote came up"
+            time.sleep(0.02)
+        with connection.makefile("rwb") as stream:
+            _send(stream, request)
+            return _receive(stream)
 
 
-def _end(zygote: subprocess.Popen[bytes]) -> None:
-    zygote.stdin.close()  # it ends when it reads the end
-    try:
-        zygote.wait(5)
-    except subprocess.TimeoutExpired:
-        zygote.kill()
-
-
-def _send(stream: BinaryIO, value: Any) -> None:
+def _send(stream: IO[bytes], value: Any) -> None:
     data = pickle.dumps(value)
     stream.write(struct.pack("<q", len(data)) + data)
     stream.flush()
 
 
-def _receive(stream: BinaryIO) -> Any:
+def _receive(stream: IO[bytes]) -> Any:
     head = stream.read(8)
     if len(head) < 8:
         raise EOFError("the other side is gone")
@@ -127,11 +133,16 @@ def _receive(stream: BinaryIO) -> Any:
 # ---- in the zygote
 
 
-def _serve() -> None:
-    """Fork ranks for each request until the test process closes our stdin."""
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what ranks print must not end among the answers
+def _serve(name: str, ends_with: int) -> None:
+    """Fork ranks for each request until a process has ended; return at once if another zygote has the name."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+        end = os.pidfd_open(ends_with)
+    except OSError:
+        return
+    listener.listen(64)
+    os.dup2(2, 1)  # what ranks print is not for the worker's standard output
     if PACKAGES in sys.argv:
         from hpcrl.planning.fake_libraries import deep_ep, transformer_engine
 
@@ -147,17 +158,34 @@ def _serve() -> None:
         replaced.install()
     for module in ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load"):
         importlib.import_module(f"hpcrl.trainer.{module}")
-    while True:
-        try:
-            n, module, name, args, port, timeout, path = _receive(requests)
-        except EOFError:
-            return
-        sys.path[:] = path
-        _send(answers, _run(n, module, name, args, port, timeout))
+    gc.freeze()  # a collection in a rank would copy all of these pages
+    handlers = set[int]()
+    while end not in (ready := select.select([listener, end], [], [], 1.0)[0]):
+        handlers -= {pid for pid in handlers if os.waitpid(pid, os.WNOHANG)[0]}
+        if ready:
+            connection, _ = listener.accept()
+            _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid == os.getuid() and (pid := os.fork()):
+                handlers.add(pid)
+            elif uid == os.getuid():
+                listener.close()
+                _answer(connection)
+                os._exit(0)
+            connection.close()
 
 
-def _run(n: int, module: str, name: str, args: tuple[Any, ...], port: int, timeout: float) -> list[Any] | str:
-    """Results of all ranks, or the text of what went wrong."""
+def _answer(connection: socket.socket) -> None:
+    """In a process of its own: run what is asked, and end the ranks if the one who asks is gone."""
+    with connection.makefile("rwb") as stream:
+        n, module, name, args, port, timeout, sys.path[:] = _receive(stream)
+        _send(stream, _run(n, module, name, args, port, timeout, connection.fileno()))
+
+
+def _run(
+    n: int, module: str, name: str, args: tuple[Any, ...], port: int, timeout: float, asking: int
+) -> list[Any] | str:
+    """Results of all ranks, or the text of what went wrong; asking: a descriptor that becomes readable when nobody waits
+    for them any more."""
     pids, pipes = {}, {}
     for rank in range(n):
         reader, writer = os.pipe()
@@ -169,10 +197,12 @@ def _run(n: int, module: str, name: str, args: tuple[Any, ...], port: int, timeo
     data: dict[int, bytes] = dict.fromkeys(range(n), b"")
     end, error = time.monotonic() + timeout, ""
     while pipes and not error:
-        ready, _, _ = select.select(list(pipes), [], [], max(0.0, end - time.monotonic()))
-        if not ready:
+        ready, _, _ = select.select([*pipes, asking], [], [], max(0.0, end - time.monotonic()))
+        if asking in ready:
+            error = "the test is gone"
+        elif not ready:
             error = f"ranks {sorted(pipes.values())} did not end within {timeout:.0f} s"
-        for reader in ready:
+        for reader in set(ready) - {asking}:
             if chunk := os.read(reader, 1 << 20):
                 data[pipes[reader]] += chunk
             else:
@@ -214,4 +244,4 @@ def _rank(rank: int, n: int, module: str, name: str, args: tuple[Any, ...], port
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1], int(sys.argv[2]))
