@@ -106,7 +106,7 @@ def test_what_is_asked_of_a_run(quick_start: QuickStart, scene: Scene) -> None:
     run = scene.folder / "runs" / "one"
     shutil.copytree(quick_start.root, run)
     shutil.copytree(run, scene.folder / "runs" / "other")
-    for command in [*printed(), *helped()]:
+    for command in {command.line: command for command in [*printed(), *helped()]}.values():
         if of_a_run(command):
             line = scene.filled(command, "runs/one")
             status, said = shell(scene, line)
