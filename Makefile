@@ -105,7 +105,7 @@ test-all: $(ENV)
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-rest
 
-# One worker runs all tests on the cluster, which wait more than they compute; the others share the rest.
+# Two workers begin with the tests on a cluster, which wait more than they compute; the third does the rest.
 test-rest: $(ENV)
 	@$(BIN)/python -m tools.cluster packages
 	$(BIN)/python -m pytest -m full $(WORKERS)

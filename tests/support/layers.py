@@ -80,9 +80,12 @@ def assign(items: Iterable[pytest.Item]) -> None:
 
 
 def group_of(item: pytest.Item) -> str:
-    """Tests of one group run in one worker: those of a file, and all that need the same expensive fixture."""
+    """Tests of one group run in one worker: those of a file, and all that need the same expensive fixture.
+
+    There are two clusters, since tests on one wait more than they compute: one is for whole runs by each launcher.
+    """
     if any(item.iter_markers("cluster")):
-        return "cluster"
+        return "cluster of launchers" if "whole_runs/test_under" in item.nodeid else "cluster"
     fixtures = getattr(item, "fixturenames", ())
     return next((name for name in ("quick_start", "nursery") if name in fixtures), item.nodeid.partition("::")[0])
 
