@@ -44,9 +44,9 @@ sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the sta
 
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.plan import Location, Plan  # noqa: E402
+from hpcrl.rollout.engines.completion import Sampling  # noqa: E402
 from hpcrl.rollout.engines.engine_client import EngineClient  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
-from hpcrl.rollout.engines.sampling import Sampling  # noqa: E402
 from hpcrl.rollout.ledger.bank import Bank  # noqa: E402
 from hpcrl.rollout.ledger.group_progress import GroupProgress  # noqa: E402
 from hpcrl.rollout.ledger.ledger import Ledger  # noqa: E402

@@ -34,8 +34,7 @@ import numpy as np  # noqa: E402
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.microbatches import make_schedule  # noqa: E402
 from hpcrl.sample import Sample  # noqa: E402
-from hpcrl.transport.sample_batch import SampleBatch  # noqa: E402
-from hpcrl.transport.share_format import Share  # noqa: E402
+from hpcrl.transport.share_format import SampleBatch, Share  # noqa: E402
 from hpcrl.utils.sample_parts import COMPLETED  # noqa: E402
 
 MODEL = {

@@ -2,7 +2,7 @@
 
 Invariants: columns of tokens are numpy arrays, so no per-token Python object exists between engine and trainer unless a
 function of the user's asks for one.  They are declared once, in `utils/sample_parts.py`, what else is sent and written
-in FIELDS: batches (`transport/sample_batch.py`) and bytes (`rollout/packed_samples.py`) follow from these two.
+in FIELDS: batches (`transport/share_format.py`) and bytes (`rollout/worker_messages.py`) follow from these two.
 """
 
 from __future__ import annotations

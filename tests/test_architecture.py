@@ -342,7 +342,7 @@ def test_there_is_one_sign_of_life() -> None:
     """Since when somebody was not heard of, or we gave no sign, is a `LastSign`."""
     health = {"rollout/engines/external.py"}  # of engines
     found = {str(path.relative_to(ROOT)) for path in FILES if any(map(compares_silence, nodes(path)))}
-    assert found <= health, "use hpcrl/utils/liveness.py"
+    assert found <= health, "use hpcrl/utils/deadline.py"
 
 
 def within(loop: ast.AST) -> Iterator[ast.AST]:
@@ -389,7 +389,7 @@ def test_there_is_one_way_to_try_again() -> None:
             continue
         for node in nodes(path):
             loop = isinstance(node, ast.For | ast.While) and tries_again(node)
-            assert not (loop or grows(node)), f"{path}:{node.lineno}: use hpcrl/utils/retry.py"
+            assert not (loop or grows(node)), f"{path}:{node.lineno}: use hpcrl/utils/deadline.py"
 
 
 @pytest.mark.parametrize(

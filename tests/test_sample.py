@@ -13,14 +13,12 @@ import pytest
 
 from hpcrl.rollout.ledger import bank
 from hpcrl.rollout.ledger.group_progress import GroupProgress
-from hpcrl.rollout.packed_samples import pack, unpack
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.saved_rollouts import read_rollout, write_rollout, write_samples
-from hpcrl.rollout.worker_messages import CustomCall, CustomResult, GradingTask, send_sample
+from hpcrl.rollout.worker_messages import CustomCall, CustomResult, GradingTask, pack, send_sample, unpack
 from hpcrl.sample import FIELDS, BadSample, Sample
-from hpcrl.transport.sample_batch import ROW, SampleBatch
-from hpcrl.transport.share_format import WIRE, decode, encode
+from hpcrl.transport.share_format import ROW, WIRE, SampleBatch, decode, encode
 from hpcrl.utils.sample_parts import COLUMNS, OPTIONAL, REQUIRED, STATUSES
 from tests.support.shares import share_of
 

@@ -13,9 +13,8 @@ from hpcrl.plan import Location, Plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport import auth
 from hpcrl.transport.client import QueueClient
-from hpcrl.transport.sample_batch import SampleBatch
 from hpcrl.transport.server import QueueServer, Rank
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import SampleBatch, Share
 
 PLAN = Plan("bench", 0, (Location("127.0.0.1", (0,)),), (), Location("127.0.0.1", ()))
 DEPTH = 4

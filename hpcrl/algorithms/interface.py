@@ -1,5 +1,5 @@
-"""What estimators, losses and corrections get and give, and how one is found: by the name of its file, or by the dotted
-path of a function of the user's.
+"""What estimators, losses and corrections get and give, the ratios that they share, and how one is found: by its file's
+name, or by the dotted path of a function of the user's.
 
 Invariant: every tensor here is of samples or of tokens, never of packed rows; so a formula is the same in every layout.
 Letters of shapes: n samples of the whole rollout, m samples at hand, t tokens of whole responses, r tokens that are
@@ -9,6 +9,7 @@ trained.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.custom_functions import guarded
+from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import Kind, algorithm_files, is_path
 from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import UsageError
@@ -257,6 +259,37 @@ class Loss(NamedTuple):
     total: Tensor
     report: Report
 
+
+# ---- ratios of probabilities
+# Every value and gradient is finite, so that a token which counts nowhere (advantage 0, rejected, masked by OPSM,
+# clipped) adds exactly 0 to a gradient: infinity times 0 is NaN.  Below the bound nothing changes, bit for bit.
+
+SLACK = 2.0  #: nats below the half, for what a product of two ratios is multiplied by
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """The largest log-ratio that is told from a larger one (42.4 in float32, 352.9 in float64): the product of two such
+    ratios, as in a KL that is weighted by a ratio, is finite as well."""
+    return math.log(torch.finfo(dtype).max) / 2 - SLACK
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio) of each, at most exp(`bound_of`), where the gradient is 0."""
+    return log_ratio.clamp(max=bound_of(log_ratio.dtype)).exp()
+
+
+def clip_range(options: Options) -> tuple[float, float]:
+    """(--eps-clip, --eps-clip-high): how far below and above 1 the ratio is clipped; the second defaults to the
+    first."""
+    return options.eps_clip, options.eps_clip if options.eps_clip_high is None else options.eps_clip_high
+
+
+def importance_report(ratio: Tensor, changed: Tensor) -> dict[str, Tensor]:
+    """What is reported of ratios [r], and of where a correction changed them, in slime's names."""
+    return {"tis": ratio, "tis_clipfrac": changed.to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
+
+
+# ---- how one is found
 
 #: kind -> the function that a file of it holds
 FUNCTION = {"estimators": "estimate", "losses": "policy_loss", "corrections": "correct", "kl": "kl"}

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hpcrl.algorithms.corrections import importance_report
-from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch, find
-from hpcrl.algorithms.log_ratios import ratio_of
+from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch, find, importance_report, ratio_of
 from hpcrl.config.custom_functions import guarded
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own

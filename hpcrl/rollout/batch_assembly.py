@@ -21,12 +21,11 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.microbatches import Schedule, make_schedule
-from hpcrl.rollout.grading.tally import grading_metrics
+from hpcrl.rollout.grading.service import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED
 from hpcrl.sample import Sample
-from hpcrl.transport.sample_batch import SampleBatch, responses_of, whole_responses
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import SampleBatch, Share, responses_of, whole_responses
 from hpcrl.utils.sample_parts import OPTIONAL, PENDING, REQUIRED, STATUSES, TRUNCATED
 
 AGES = 8  #: policy versions that are told apart in metrics

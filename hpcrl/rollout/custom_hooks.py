@@ -25,7 +25,7 @@ from hpcrl.config.plugin_points import option_text
 from hpcrl.errors import HpcrlError, is_mistake
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.sample import BadSample, Sample
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from hpcrl.utils.sample_parts import COMPLETED, TRUNCATED
 
 T = TypeVar("T")

@@ -23,9 +23,9 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
-from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
+from hpcrl.rollout.worker_messages import PackedSample, pack, unpack
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import FIELDS, Sample

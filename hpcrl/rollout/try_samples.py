@@ -21,7 +21,7 @@ from hpcrl.report.sample_view import as_text, visible
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import ExternalEngine
-from hpcrl.rollout.grading.tally import Tally
+from hpcrl.rollout.grading.service import Tally
 from hpcrl.rollout.inputs import RolloutInputs
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer

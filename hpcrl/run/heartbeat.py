@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.deadline import LastSign
 from hpcrl.utils.untrusted_files import read_regular, read_system
 
 FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: no watcher

@@ -28,7 +28,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.deadline import LastSign
 from hpcrl.utils.untrusted_files import Damaged, read_json
 
 STATE = "state.json"  #: its name in a run directory

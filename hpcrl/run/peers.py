@@ -16,8 +16,7 @@ import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.utils.deadline import Deadline, poll
-from hpcrl.utils.retry import Pauses
+from hpcrl.utils.deadline import Deadline, Pauses, poll
 from hpcrl.utils.untrusted_files import MOST, Damaged, read_json
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]

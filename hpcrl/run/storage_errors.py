@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.retry import Pauses, retry
+from hpcrl.utils.deadline import Deadline, Pauses, retry
 
 #: what a file system may say for a moment, and then no more: of network ones when their server is started again, among
 #: others

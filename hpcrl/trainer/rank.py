@@ -32,8 +32,8 @@ from hpcrl.trainer.megatron import model, running_parts
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import initialize, seed_rank
 from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
+from hpcrl.trainer.rollout_calls import ShareExchange
 from hpcrl.trainer.start.rendezvous import connect
-from hpcrl.trainer.step.share_exchange import ShareExchange
 from hpcrl.trainer.step.speed import card_of, device_name
 from hpcrl.trainer.weight_export import WeightExporter, sent_part
 from hpcrl.transport.auth import http_key

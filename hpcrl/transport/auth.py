@@ -31,8 +31,7 @@ from zmq.utils import z85
 from hpcrl.errors import HpcrlError
 from hpcrl.run.peers import EnginePeer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, write_atomic, write_first, write_unread
-from hpcrl.utils.deadline import Deadline, poll
-from hpcrl.utils.retry import Pauses
+from hpcrl.utils.deadline import Deadline, Pauses, poll
 from hpcrl.utils.untrusted_files import read_regular
 
 ZAP_DOMAIN = b"hpcrl.transport"

@@ -21,10 +21,9 @@ from hpcrl.plan import Plan
 from hpcrl.run.peers import RolloutPeer, wait_for
 from hpcrl.run.rundir import STOP, RunDir
 from hpcrl.transport import auth, messages, sockets
-from hpcrl.transport.frames import cut
+from hpcrl.transport.messages import cut
 from hpcrl.transport.share_format import Buffer, Share, WireError, decode
-from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.deadline import Deadline, LastSign
 
 #: seconds between looks of rank 0 at the run directory of a run on several hosts; between repetitions of what is
 #: unanswered

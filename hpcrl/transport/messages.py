@@ -1,13 +1,13 @@
 """What the two sides of the queue say to each other; what a share holds is decoded by `share_format.py`.
 
-    client -> server   Hello, Fetch, Call            one message in one frame, or in several (frames.py)
+    client -> server   Hello, Fetch, Call            one message in one frame, or in several (`cut`)
     server -> client   Welcome, Pending, Failed      one frame each
                        Answer                        one frame, then the bytes of a share or of a result, in pieces
 
 A client sends a request again until it has the answer, which is the same bytes each time.
 
 Invariants: every message is one typed msgspec Struct with a tag; bytes that are none raise WireError and nothing else;
-no message, and no result of a call, is larger than MAX_MESSAGE, no frame of a client larger than `frames.LIMIT`, none
+no message, and no result of a call, is larger than MAX_MESSAGE, no frame of a client larger than LIMIT, none
 of the server than MAX_PIECE.
 """
 
@@ -20,7 +20,6 @@ import msgspec
 
 from hpcrl import errors
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.transport.frames import cut, joined
 from hpcrl.transport.share_format import Buffer, Count, WireError
 
 #: number of this protocol; both sides must speak the same
@@ -200,3 +199,34 @@ def failed(error: HpcrlError, to: Request | None = None) -> list[Buffer]:
 def error_of(message: Failed) -> HpcrlError:
     """The exception that `message` stands for: of the same class if that is one of hpcrl's, else PeerError."""
     return _KINDS.get(message.kind, PeerError)(message.what, message.hint)
+
+
+# ---- frames of what anybody may send
+# libzmq takes a whole frame into memory, up to a limit of the socket, before the peer that sends it has proved a key,
+# and the limit cannot be another one afterwards.  So a message to a server to which anybody may connect goes in frames
+# of PIECE bytes, and the server takes none larger than LIMIT.
+
+#: bytes of a message in one frame
+PIECE = 2**13
+#: bytes of a frame that a server takes: a piece, and what encryption adds to it
+LIMIT = PIECE + 2**10
+
+
+def cut(message: Any, piece: int = PIECE) -> list[Any]:
+    """A message as the frames that it is sent in."""
+    if len(message) <= piece:
+        return [message]
+    return [message[at : at + piece] for at in range(0, len(message), piece)]
+
+
+def joined(frames: Sequence[Any], most: int) -> Any:
+    """The message that came in these frames.
+
+    Raises:
+        ValueError: if it is larger than `most` bytes.
+    """
+    if len(frames) == 1:
+        return frames[0]
+    if (size := sum(map(len, frames))) > most:
+        raise ValueError(f"{size} bytes, at most {most} are allowed")
+    return b"".join(frames)

@@ -1,7 +1,7 @@
 """What the sockets of both sides have in common: limits, heartbeats, addresses, and memory that is used again.
 
 Invariants: a client reads no frame larger than MAX_PIECE, and the server, to which anybody may connect, none larger
-than `frames.LIMIT`, neither before it knows who is there nor after; a connection whose other end is silent for
+than `messages.LIMIT`, neither before it knows who is there nor after; a connection whose other end is silent for
 HEARTBEAT_TIMEOUT is given up by libzmq, on both sides; the server listens on one interface, the one that the plan
 names; no more than KEPT bytes stay with the process that it does not use, and larger blocks than BLOCK go back at once.
 """
@@ -16,8 +16,7 @@ import zmq
 
 from hpcrl.errors import UsageError
 from hpcrl.plan import Plan
-from hpcrl.transport.frames import LIMIT
-from hpcrl.transport.messages import MAX_PIECE
+from hpcrl.transport.messages import LIMIT, MAX_PIECE
 
 #: milliseconds between heartbeats, and of silence until a connection counts as dead.  They are libzmq's own, answered
 #: by its threads whatever Python does.

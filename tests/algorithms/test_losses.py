@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch, find
-from hpcrl.algorithms.log_ratios import ratio_of
+from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch, find, ratio_of
 from hpcrl.algorithms.loss import (
     DIFFERENCE,
     compute_loss,

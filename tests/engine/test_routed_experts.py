@@ -20,15 +20,14 @@ from safetensors.torch import load_file, save_file
 from hpcrl.config.options import Options
 from hpcrl.models.files.config_json import read_config
 from hpcrl.models.routing import Routing, find_routing
-from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.engines.sampling import Sampling, seed_of
+from hpcrl.rollout.engines.completion import Completion, Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.sample import Sample
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from hpcrl.utils.sample_parts import COMPLETED
 from tests.engine.test_sampling_route import run
 from tests.support.engines import Trainer

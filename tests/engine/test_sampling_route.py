@@ -14,10 +14,9 @@ import torch
 
 from hpcrl.engine.membership.http import request_json
 from hpcrl.errors import PeerError
-from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.completion import Completion, Sampling, seed_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.transport.token_frames import ABORT, GENERATE
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED
 from tests.support.engines import CLOSE, PROMPT, Engines, Side

@@ -16,7 +16,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.custom_hooks import FailedHook, RolloutHooks
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.sample import Sample
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from tests.documents.test_customise import sample
 from tests.support.options import GRPO, SFT
 

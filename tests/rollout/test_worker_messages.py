@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcrl.rollout.packed_samples import unpack
-from hpcrl.rollout.worker_messages import send_sample
+from hpcrl.rollout.worker_messages import send_sample, unpack
 from hpcrl.sample import Sample
 
 

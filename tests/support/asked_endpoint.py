@@ -20,7 +20,7 @@ import aiohttp
 
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from tests.support.two_ways import Policy
 

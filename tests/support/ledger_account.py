@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.rollout.ledger.journal import FOLDER, AttemptBegun, HandedOver, Line, RolloutTrained
-from hpcrl.rollout.ledger.ledger import numbers_in
+from hpcrl.rollout.ledger.ledger import FOLDER, AttemptBegun, HandedOver, Line, RolloutTrained, numbers_in
 from hpcrl.utils.untrusted_files import SAMPLES, read_regular
 
 _DECODER = msgspec.json.Decoder(Line)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.sample import Sample
-from hpcrl.transport.sample_batch import SampleBatch
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import SampleBatch, Share
 from hpcrl.utils.sample_parts import COMPLETED, OPTIONAL, STATUSES
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from tests.support.published_models import MODELS
 from tests.support.shares import plain_sample
 

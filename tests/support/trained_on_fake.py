@@ -12,7 +12,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.planning.rehearsal import device as fake_device
 from hpcrl.planning.rehearsal import one_rank
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 
 
 @dataclass

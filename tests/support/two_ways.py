@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Completion, Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED, SampleStatus
 from tests.support.tiny import CHAT, SPECIAL

@@ -14,7 +14,7 @@ import torch
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.errors import HpcrlError
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support.ranks import run_ranks
 from tests.trainer.step.test_invariance import batch, model, options, others_of, shares, start
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model

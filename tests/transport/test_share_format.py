@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.errors import DataError, HpcrlError, PeerError
 from hpcrl.transport import messages
-from hpcrl.transport.sample_batch import ROW, SampleBatch
-from hpcrl.transport.share_format import RUN, Share, WireError, decode, encode
+from hpcrl.transport.share_format import ROW, RUN, SampleBatch, Share, WireError, decode, encode
 from hpcrl.utils.sample_parts import OPTIONAL
 from tests.support.shares import part_of, plain_sample, same, sample, share, share_of
 

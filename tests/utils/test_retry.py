@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.retry import Pauses, retry, retry_async
+from hpcrl.utils.deadline import Deadline, Pauses, retry, retry_async
 
 NOW = Pauses(0.0, 0.0)
 

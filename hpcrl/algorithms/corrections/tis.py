@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.algorithms.corrections import importance_report
-from hpcrl.algorithms.interface import Correction, TokenBatch
-from hpcrl.algorithms.log_ratios import ratio_of
+from hpcrl.algorithms.interface import Correction, TokenBatch, importance_report, ratio_of
 from hpcrl.config.options import Options
 
 OPTIONS = ("tis_clip", "tis_clip_low")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.log_ratios import bound_of
+from hpcrl.algorithms.interface import bound_of
 
 
 def kl(difference: Tensor, ratio: Tensor) -> Tensor:

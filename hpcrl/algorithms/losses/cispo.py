@@ -8,9 +8,7 @@ Use: with --advantage-estimator cispo, which chooses it; --eps-clip 1 (no lower 
 
 from __future__ import annotations
 
-from hpcrl.algorithms.interface import Terms, TokenBatch
-from hpcrl.algorithms.log_ratios import ratio_of
-from hpcrl.algorithms.losses import clip_range
+from hpcrl.algorithms.interface import Terms, TokenBatch, clip_range, ratio_of
 from hpcrl.config.options import Options
 
 OPTIONS = ("eps_clip", "eps_clip_high")

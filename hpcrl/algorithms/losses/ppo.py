@@ -13,9 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.interface import Terms, TokenBatch
-from hpcrl.algorithms.log_ratios import ratio_of
-from hpcrl.algorithms.losses import clip_range
+from hpcrl.algorithms.interface import Terms, TokenBatch, clip_range, ratio_of
 from hpcrl.config.options import Options
 
 OPTIONS = ("eps_clip", "eps_clip_high", "eps_clip_c")

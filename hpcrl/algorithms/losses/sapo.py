@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcrl.algorithms.interface import Terms, TokenBatch
-from hpcrl.algorithms.log_ratios import ratio_of
+from hpcrl.algorithms.interface import Terms, TokenBatch, ratio_of
 from hpcrl.config.options import Options
 
 OPTIONS = ("sapo_tau_pos", "sapo_tau_neg")

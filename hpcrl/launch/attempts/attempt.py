@@ -40,8 +40,7 @@ from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.transport.auth import make_keys
-from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.liveness import LastSign
+from hpcrl.utils.deadline import Deadline, LastSign
 from hpcrl.utils.long_work import work_in_turns
 from hpcrl.utils.untrusted_files import count_of, open_append, read_regular
 

@@ -17,8 +17,7 @@ from hpcrl.config.rules.algorithm_needs import needs, routing
 from hpcrl.models.family import Config
 from hpcrl.planning.formulas.activations import longest_sample, tokens_per_gpu
 from hpcrl.sample import Sample
-from hpcrl.transport.sample_batch import SampleBatch
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import SampleBatch, Share
 from hpcrl.utils.sample_parts import COMPLETED
 
 SHORTEST = 2  #: tokens: one of prompt, one of response

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from hpcrl.rollout.endpoint.session import BadRequest, sampling_params
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Sampling
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]

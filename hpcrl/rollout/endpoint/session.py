@@ -20,8 +20,8 @@ import numpy as np
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.chat import Dialogue
 from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, history_of
+from hpcrl.rollout.engines.completion import Sampling, seed_of
 from hpcrl.rollout.engines.engine_client import EngineClient
-from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
 from hpcrl.utils.sample_parts import ABORTED, TRUNCATED

@@ -17,12 +17,10 @@ import aiohttp
 import numpy as np
 
 from hpcrl.errors import DataError, DeadlineError, PeerError
-from hpcrl.rollout.engines.completion import Completion, SampleCall, read_completion
+from hpcrl.rollout.engines.completion import Completion, SampleCall, Sampling, read_completion, seed_of
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
-from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.transport.token_frames import ABORT, GENERATE, encode
-from hpcrl.utils.deadline import Deadline
-from hpcrl.utils.retry import Pauses, retry_async
+from hpcrl.utils.deadline import Deadline, Pauses, retry_async
 from hpcrl.utils.sample_parts import ABORTED, TRUNCATED
 
 ATTEMPTS = 4  #: how often one request is sent at most

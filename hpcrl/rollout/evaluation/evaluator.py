@@ -24,10 +24,9 @@ import numpy as np
 from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
 from hpcrl.rollout.answers.labels import boxed
+from hpcrl.rollout.engines.completion import Sampling, seed_of
 from hpcrl.rollout.engines.engine_client import EngineClient
-from hpcrl.rollout.engines.sampling import Sampling, seed_of
-from hpcrl.rollout.grading.service import GradedBy, Grading
-from hpcrl.rollout.grading.tally import grading_metrics
+from hpcrl.rollout.grading.service import GradedBy, Grading, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile, ReadOptions, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer

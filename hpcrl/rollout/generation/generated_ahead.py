@@ -22,8 +22,8 @@ from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.generation.custom_generator import CustomGenerator
 from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
-from hpcrl.rollout.ledger.journal import HandedOver
-from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
+from hpcrl.rollout.ledger.ledger import HandedOver
+from hpcrl.rollout.worker_messages import PackedSample, pack, unpack
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.utils.untrusted_files import SAMPLES, read_regular

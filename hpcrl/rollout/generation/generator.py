@@ -30,7 +30,7 @@ from hpcrl.rollout.generation.batch_policies import BatchSelection, NextBatch, S
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.generation.in_flight import InFlightGroups
 from hpcrl.rollout.ledger.group_progress import GroupProgress
-from hpcrl.rollout.ledger.journal import HandedOver
+from hpcrl.rollout.ledger.ledger import HandedOver
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.sample import Sample
 

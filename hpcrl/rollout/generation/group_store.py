@@ -20,8 +20,7 @@ from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.filters.custom_filters import BufferFilter
 from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.group_progress import GroupProgress, fit, mask_older
-from hpcrl.rollout.ledger.journal import AttemptBegun, HandedOver, Journal, RolloutTrained
-from hpcrl.rollout.ledger.ledger import Ledger, numbers_in, ranges_of
+from hpcrl.rollout.ledger.ledger import AttemptBegun, HandedOver, Journal, Ledger, RolloutTrained, numbers_in, ranges_of
 from hpcrl.rollout.prompts.custom_source import CustomSource
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.saved_rollouts import SavedRollouts

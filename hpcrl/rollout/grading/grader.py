@@ -25,7 +25,6 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import read_words
 from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import HpcrlError, UsageError, is_mistake
-from hpcrl.rollout.packed_samples import unpack
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.rollout.worker_messages import (
     ERROR,
@@ -35,6 +34,7 @@ from hpcrl.rollout.worker_messages import (
     GradingTask,
     failure_of,
     frame,
+    unpack,
 )
 from hpcrl.sample import LARGEST, Sample
 from hpcrl.utils.untrusted_files import read_system

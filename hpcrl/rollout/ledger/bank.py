@@ -31,8 +31,8 @@ import numpy as np
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import in_thread
 from hpcrl.rollout.ledger.group_progress import GroupProgress
-from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
 from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.worker_messages import PackedSample, pack, unpack
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE

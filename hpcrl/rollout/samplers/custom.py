@@ -20,17 +20,14 @@ from hpcrl.models.routing import R3, Routing
 from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, choices_of
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session, sampling_params
-from hpcrl.rollout.engines.completion import pending_sample
+from hpcrl.rollout.engines.completion import Sampling, pending_sample
 from hpcrl.rollout.engines.engine_client import EngineClient
-from hpcrl.rollout.engines.sampling import Sampling
-from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.grading.tally import Tallies
-from hpcrl.rollout.packed_samples import unpack
+from hpcrl.rollout.grading.service import Grading, Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.transcript import turns_of
-from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, CustomCall, CustomResult, SamplerSetup, send_sample
+from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, CustomCall, CustomResult, SamplerSetup, send_sample, unpack
 from hpcrl.rollout.worker_pool import Job, WorkerFailure, WorkerPool, with_retries
 from hpcrl.sample import Sample
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED

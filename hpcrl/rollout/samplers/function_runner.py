@@ -19,13 +19,23 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, option_text
 from hpcrl.engine.membership.http import client_session
 from hpcrl.errors import UsageError, is_mistake
-from hpcrl.rollout.packed_samples import PackedSample, pack, unpack
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from hpcrl.rollout.samplers.conversation import TEXT, PolicyClient
 from hpcrl.rollout.samplers.transcript import commands_of, turns_of
 from hpcrl.rollout.slime_names.arguments import Arguments, ResponseTools
 from hpcrl.rollout.slime_names.http import ROUTER, Router
-from hpcrl.rollout.worker_messages import ERROR, MOST, CustomCall, CustomResult, SamplerSetup, failure_of, frame
+from hpcrl.rollout.worker_messages import (
+    ERROR,
+    MOST,
+    CustomCall,
+    CustomResult,
+    PackedSample,
+    SamplerSetup,
+    failure_of,
+    frame,
+    pack,
+    unpack,
+)
 from hpcrl.sample import BadSample, Sample
 from hpcrl.sandbox.accounts import recording
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED, PENDING

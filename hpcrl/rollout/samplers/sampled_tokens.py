@@ -17,8 +17,7 @@ import numpy as np
 
 from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, alike
 from hpcrl.rollout.endpoint.session import Session
-from hpcrl.rollout.packed_samples import unpack
-from hpcrl.rollout.worker_messages import ERROR, CustomResult
+from hpcrl.rollout.worker_messages import ERROR, CustomResult, unpack
 from hpcrl.sample import Sample
 
 UNSAMPLED = "unsampled_tokens"  #: in metadata: trained tokens of a sample that no engine sampled there

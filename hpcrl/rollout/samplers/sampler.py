@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.engines.completion import Completion, completion_of
+from hpcrl.rollout.engines.completion import Completion, Sampling, completion_of, seed_of
 from hpcrl.rollout.engines.engine_client import EngineClient
-from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer

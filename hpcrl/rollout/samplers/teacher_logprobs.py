@@ -18,7 +18,7 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, PeerError, UsageError
-from hpcrl.rollout.grading.tally import Tallies
+from hpcrl.rollout.grading.service import Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.remote_server import RemoteServer, StatusError
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler

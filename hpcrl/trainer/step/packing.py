@@ -28,7 +28,7 @@ from hpcrl.trainer.megatron.thd import cp_indices
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
 from hpcrl.trainer.step.token_logprobs import TeacherRows
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from hpcrl.utils.device_copies import to_device
 
 if TYPE_CHECKING:

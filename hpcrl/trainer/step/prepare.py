@@ -29,8 +29,7 @@ from hpcrl.trainer.step import passes
 from hpcrl.trainer.step.packing import Packed, to_columns, to_rows
 from hpcrl.trainer.step.routing_replay import How
 from hpcrl.trainer.step.token_logprobs import TeacherRows
-from hpcrl.transport.sample_batch import responses_of
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import Share, responses_of
 from hpcrl.utils.device_copies import to_device
 from hpcrl.utils.sample_parts import PENDING, STATUSES, TRUNCATED
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.models.routing import Routing
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from hpcrl.utils.device_copies import to_device
 
 COLUMN = "rollout_routed_experts"  #: of `SampleBatch.extra`

@@ -44,8 +44,7 @@ from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.routing_replay import Difference, given_experts
 from hpcrl.trainer.step.speed import card_of, reached
 from hpcrl.trainer.step.sums import Totals, sums_over_samples, total
-from hpcrl.transport.sample_batch import responses_of
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import Share, responses_of
 from hpcrl.utils.device_copies import to_device
 
 #: of --max-logprob-diff, without and with bf16

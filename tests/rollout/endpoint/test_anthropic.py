@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.utils.sample_parts import ABORTED
 from tests.rollout.endpoint.test_tool_calls import WANTED, check

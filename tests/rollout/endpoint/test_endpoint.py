@@ -18,7 +18,7 @@ from hpcrl.rollout.endpoint.call_forms import form_of
 from hpcrl.rollout.endpoint.chat import answer, for_template
 from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import continuation
 from hpcrl.utils.sample_parts import ABORTED

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
-from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Completion, Sampling
 from hpcrl.utils.sample_parts import COMPLETED
 
 

@@ -22,10 +22,9 @@ from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Location, Plan
 from hpcrl.rollout.engines import engine_client
-from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.completion import Completion, Sampling, seed_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import RATIO, SLACK, EnginePool, PooledEngine
-from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
@@ -34,7 +33,7 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import make_keys
 from hpcrl.transport.token_frames import SampleAnswer, encode
-from hpcrl.utils.retry import Pauses
+from hpcrl.utils.deadline import Pauses
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 

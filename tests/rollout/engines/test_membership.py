@@ -16,10 +16,10 @@ from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.rollout.engines import membership as membership_module
+from hpcrl.rollout.engines.completion import Sampling
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.membership import EngineMembership
-from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.run.engine_files import read_views, record_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir

@@ -13,7 +13,7 @@ from hpcrl.errors import DataError, PeerError
 from hpcrl.models.routing import Routing
 from hpcrl.rollout.engines.completion import Completion, read_experts
 from hpcrl.rollout.prompts.prompt_files import Prompt
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from hpcrl.utils.sample_parts import COMPLETED
 
 ROUTING = Routing(layers=(1, 3), of=4, experts=8, chosen=2)

@@ -21,8 +21,7 @@ from hpcrl.errors import CodeError, DataError, HpcrlError, UsageError
 from hpcrl.rollout import worker_pool
 from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.rollout.grading import service
-from hpcrl.rollout.grading.service import GradedBy, Grading
-from hpcrl.rollout.grading.tally import Tally, grading_metrics
+from hpcrl.rollout.grading.service import GradedBy, Grading, Tally, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.sample import Sample
 from tests.support.able import needs

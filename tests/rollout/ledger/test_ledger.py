@@ -16,8 +16,17 @@ import pytest
 
 from hpcrl.errors import DataError
 from hpcrl.rollout.generation.batch_policies import BatchSelection
-from hpcrl.rollout.ledger.journal import AttemptBegun, HandedOver, Line, RolloutTrained
-from hpcrl.rollout.ledger.ledger import OTHER, REASONS, Ledger, numbers_in, ranges_of
+from hpcrl.rollout.ledger.ledger import (
+    OTHER,
+    REASONS,
+    AttemptBegun,
+    HandedOver,
+    Ledger,
+    Line,
+    RolloutTrained,
+    numbers_in,
+    ranges_of,
+)
 from tests.support.ledger_account import account_of, read_lines
 
 SCHEDULES = 10_000

@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Sampling
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group

@@ -14,12 +14,12 @@ from hpcrl.models.routing import Routing
 from hpcrl.rollout.endpoint import session as sessions
 from hpcrl.rollout.endpoint.recorded_turns import choices_of
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Sampling
 from hpcrl.rollout.grading.service import GradedBy
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import HeldOutSet
 from hpcrl.sample import Sample
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from tests.rollout.samplers.test_custom import asked, sampler
 from tests.support.two_ways import Policy, make_model
 

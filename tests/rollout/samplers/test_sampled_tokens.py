@@ -8,9 +8,8 @@ import numpy as np
 
 from hpcrl.rollout.endpoint.recorded_turns import AskedTurn, History
 from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.packed_samples import pack
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED, known_sample, received
-from hpcrl.rollout.worker_messages import ERROR, CustomResult
+from hpcrl.rollout.worker_messages import ERROR, CustomResult, pack
 from hpcrl.sample import Sample
 from hpcrl.utils.sample_parts import COMPLETED
 

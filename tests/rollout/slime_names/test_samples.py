@@ -15,9 +15,9 @@ from hpcrl.config.plugin_points import load_points
 from hpcrl.rollout.custom_hooks import RolloutHooks
 from hpcrl.rollout.filters.custom_filters import BufferFilter, DynamicFilter
 from hpcrl.rollout.grading import grader
-from hpcrl.rollout.packed_samples import pack, unpack
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.rollout.slime_names.helpers import compute_pass_rate, compute_statistics, dict_add_prefix
+from hpcrl.rollout.worker_messages import pack, unpack
 from hpcrl.sample import BadSample, Sample
 from hpcrl.utils.sample_parts import COMPLETED, TRUNCATED, SampleStatus
 from tests.support.asked_samples import args_of

@@ -23,7 +23,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.models.convert.to_fp8 import convert
 from hpcrl.models.files.fp8 import Scheme
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny import make_family, make_model
 from tests.trainer.step.test_invariance import VOCAB, batch, shares, start

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils import parametrize
 
 from hpcrl.config.options import Options
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
 from tests.trainer.step import test_invariance as whole

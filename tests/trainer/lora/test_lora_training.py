@@ -15,7 +15,7 @@ from hpcrl.models.family import find_family
 from hpcrl.models.files.config_json import read_config
 from hpcrl.models.files.torch_dist import TorchDist
 from hpcrl.planning.formulas.parameters import Layout, on_stage
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family, make_model
 from tests.trainer.step.test_invariance import VOCAB, batch, shares

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support import families
 from tests.trainer.megatron import test_model_parity as parity
 from tests.trainer.step import test_invariance as invariance

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support.families import make
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model

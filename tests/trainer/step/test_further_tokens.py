@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from hpcrl.config.options import Options
+from hpcrl.trainer.rollout_calls import ShareExchange
 from hpcrl.trainer.step import packing
-from hpcrl.trainer.step.share_exchange import ShareExchange
 from tests.support.mtp_models import MAKERS
 from tests.support.ranks import run_ranks
 from tests.trainer.step.test_invariance import (

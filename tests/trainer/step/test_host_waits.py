@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 from tests.support import allowed_waits, families
 from tests.support.allowed_waits import ALLOWED, Wait
 from tests.support.ranks import on_fake_device

@@ -20,9 +20,8 @@ import torch
 from hpcrl.config.options import Options
 from hpcrl.rollout.batch_assembly import shares_of
 from hpcrl.sample import Sample
-from hpcrl.trainer.step.share_exchange import ShareExchange
-from hpcrl.transport.sample_batch import SampleBatch
-from hpcrl.transport.share_format import Share
+from hpcrl.trainer.rollout_calls import ShareExchange
+from hpcrl.transport.share_format import SampleBatch, Share
 from hpcrl.utils.sample_parts import COMPLETED
 from tests.support.families import make
 from tests.support.ranks import run_ranks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpcrl.errors import DataError
 from hpcrl.sample import Sample
 from hpcrl.trainer.step.packing import Packed, check_batch, pack
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.transport.share_format import SampleBatch
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=7)  # (prompt, response)
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.trainer.step.sums import _over_own
-from hpcrl.transport.sample_batch import ROW, SampleBatch
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import ROW, SampleBatch, Share
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 2**31), st.booleans(), st.booleans())

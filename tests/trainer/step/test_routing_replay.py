@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.trainer.step.share_exchange import ShareExchange
-from hpcrl.transport.sample_batch import SampleBatch
+from hpcrl.trainer.rollout_calls import ShareExchange
+from hpcrl.transport.share_format import SampleBatch
 from tests.support.families import apart, make
 from tests.support.ranks import run_ranks
 from tests.trainer.step import test_invariance as whole

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.report.sample_records import Trained, read_looks, trained_file
-from hpcrl.trainer.step.share_exchange import ShareExchange
+from hpcrl.trainer.rollout_calls import ShareExchange
 from tests.support.ranks import run_ranks
 from tests.trainer.step.test_invariance import batch, model, options, shares, start
 

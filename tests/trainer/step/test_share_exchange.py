@@ -27,11 +27,10 @@ def exchange_on_rank(opts: Options) -> tuple[bool, bool, list[int]]:
     collectives])."""
     import torch.distributed as dist
 
-    from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.step import share_exchange
+    from hpcrl.trainer import parallel_state, rollout_calls
 
     ranks = parallel_state.initialize(opts)
-    exchange = share_exchange.ShareExchange(ranks)
+    exchange = rollout_calls.ShareExchange(ranks)
     fetched = decode([bytes(frame) for frame in encode(share(3, seed=ranks.dp_rank, answers=(5, 1, 801)))])
     mine = fetched if exchange.fetches else None
     counts = [0, 0, 0]
@@ -43,8 +42,8 @@ def exchange_on_rank(opts: Options) -> tuple[bool, bool, list[int]]:
 
         return call
 
-    share_exchange.encode = counted(0, encode)
-    share_exchange.decode = counted(1, decode)
+    rollout_calls.encode = counted(0, encode)
+    rollout_calls.decode = counted(1, decode)
     dist.broadcast = counted(2, dist.broadcast)
     found = exchange.exchange(mine)
     return same(found, fetched), found is fetched, list(counts)
@@ -75,7 +74,7 @@ def test_a_share_that_was_made_here_is_encoded_once() -> None:
 
 def made_on_rank(opts: Options) -> bool:
     from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.step.share_exchange import ShareExchange
+    from hpcrl.trainer.rollout_calls import ShareExchange
 
     exchange = ShareExchange(parallel_state.initialize(opts))
     found = exchange.exchange(share(1) if exchange.fetches else None)

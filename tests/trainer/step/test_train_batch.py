@@ -23,8 +23,7 @@ from hpcrl.trainer.step import train_batch
 from hpcrl.trainer.step.prepare import OtherWeights, _responses
 from hpcrl.trainer.step.sums import Totals
 from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
-from hpcrl.transport.sample_batch import SampleBatch
-from hpcrl.transport.share_format import Share
+from hpcrl.transport.share_format import SampleBatch, Share
 from hpcrl.utils.sample_parts import COMPLETED, PENDING, STATUSES
 from tests.algorithms.batches import random_samples, token_batch
 from tests.support.shares import plain_sample
