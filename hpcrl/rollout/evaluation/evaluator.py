@@ -27,8 +27,9 @@ from hpcrl.rollout.answers.labels import boxed
 from hpcrl.rollout.engines.completion import Sampling, seed_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.grading.service import GradedBy, Grading, grading_metrics
-from hpcrl.rollout.prompts.prompt_files import PromptFile, ReadOptions, read_prompts
+from hpcrl.rollout.prompts.prompt_files import PromptFile, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.row_checks import Keys
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
@@ -57,9 +58,7 @@ def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
     return [
         HeldOut(
             held,
-            read_prompts(
-                held.word, ReadOptions.of_set(held, tokenizer), tokenizer.given(held.apply_chat_template_kwargs)
-            ),
+            read_prompts(held.word, Keys.of_set(held), tokenizer.given(held.apply_chat_template_kwargs)),
         )
         for held in eval_sets(options)
     ]

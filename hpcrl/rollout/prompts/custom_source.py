@@ -22,8 +22,9 @@ from hpcrl.config.custom_functions import named
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.rollout.custom_hooks import expect, plain_json, read_metrics
-from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile, ReadOptions
+from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.row_checks import Keys
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.slime_names.arguments import Arguments
 
@@ -38,9 +39,9 @@ class CustomSource:
         """Raise UsageError if it cannot be made, or lacks a method."""
         self._path = options.data_source_path
         self._shown = f"--data-source-path {options.data_source_path}"
-        self._reading = ReadOptions.from_options(options, tokenizer)
+        self._keys = Keys.from_options(options)
         self._tokenizer = tokenizer.given(options.apply_chat_template_kwargs)
-        if self._reading.keys.chat_template:
+        if self._keys.chat_template:
             self._tokenizer.need_template()
         with named(self._shown):
             self.own = function(Arguments(options))
@@ -57,7 +58,7 @@ class CustomSource:
         Raises:
             UsageError: if its length, which it need not have, is not a number.
         """
-        types = dict.fromkeys(self._types, f"{self._shown}: its {TYPES}") if self._reading.keys.own_types else {}
+        types = dict.fromkeys(self._types, f"{self._shown}: its {TYPES}") if self._keys.own_types else {}
         return PromptFile(Path(str(self._path)), (), 0, "", types=types)
 
     def length(self) -> int | None:
@@ -82,7 +83,7 @@ class CustomSource:
             first = self._given
             self._given = self._given + len(rows)
             given = _Given(self._shown, [(first + at, self._row(first + at, row)) for at, row in enumerate(rows)])
-            drawn = Drawn(given, self._reading, self._tokenizer)
+            drawn = Drawn(given, self._keys, self._tokenizer)
             kept = drawn.check().tolist()
             self._check_types(drawn)
             for at in kept:
@@ -93,9 +94,8 @@ class CustomSource:
             self._dropped += len(rows) - len(kept)
             if dropped >= MOST_DROPPED:
                 raise DataError(
-                    f"{self._shown}: {dropped} prompts in a row are longer than the limit of {self._reading.limit} "
-                    "tokens",
-                    f"raise {self._reading.flags}",
+                    f"{self._shown}: {dropped} prompts in a row are longer than the limit of {drawn.limit} tokens",
+                    f"raise {self._keys.flags}",
                 )
         return taken
 
@@ -112,7 +112,7 @@ class CustomSource:
 
     def _row(self, number: int, row: Any) -> dict[str, Any]:
         """A row as a file would have it: what JSON makes of it."""
-        row = dict(row) if isinstance(row, Mapping) else {self._reading.keys.input: row}
+        row = dict(row) if isinstance(row, Mapping) else {self._keys.input: row}
         return plain_json(f"{self._shown}, prompt {number + 1}", row)
 
     def _check_types(self, drawn: Drawn) -> None:
@@ -132,7 +132,7 @@ class CustomSource:
                 f"the checkpoint does not hold the prompt of group {missing[0]}", "resume from another checkpoint"
             )
         given = _Given(self._shown, [self._rows[number] for number in wanted])
-        drawn = Drawn(given, self._reading, self._tokenizer)
+        drawn = Drawn(given, self._keys, self._tokenizer)
         return [Group(number, drawn[at]) for at, number in enumerate(wanted)]
 
     def metrics(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ that other machines alone can see, the length of a prompt in tokens) is left to 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.rollout.prompts.row_checks import Keys, keys_in, oddity, read_row
+from hpcrl.rollout.prompts.row_checks import ASSISTANT, Keys, PromptRow, keys_in, read_row
 from hpcrl.rollout.prompts.rows import open_rows
 from hpcrl.sandbox.harbor.rows import TaskRows
 from hpcrl.sandbox.harbor.task import CONFIG
@@ -87,8 +88,17 @@ def _check_rows(options: Options, word: PromptWord, keys: Keys) -> str:
         return ""
     rows = open_rows(word, FIRST if word.whole else None)
     looked = ((rows.where(at), rows[at]) for at in range(min(FIRST, len(rows))))
-    notes = [oddity(where, read_row(where, row, keys), keys) for where, row in looked]
+    notes = [_oddity(where, read_row(where, row, keys), keys) for where, row in looked]
     return next(filter(None, notes), "")
+
+
+def _oddity(where: str, row: PromptRow, keys: Keys) -> str:
+    """What is odd about a row that may nevertheless be meant so; "" if nothing."""
+    if row.messages and row.messages[-1]["role"] == ASSISTANT and not keys.conversation:
+        return f"{where}: the prompt ends with a message of the assistant, so the model is shown the answer"
+    if isinstance(row.raw, str) and re.match(r"\s*\[\s*\{\s*\"(role|content)\"", row.raw):
+        return f"{where}: the prompt is JSON text of messages, and is taken as the text of one; write it as a list"
+    return ""
 
 
 def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:

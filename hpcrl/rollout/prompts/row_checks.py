@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpcrl.config.eval_sets import EvalSet
@@ -27,7 +27,7 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class Keys:
-    """Where a row has what.
+    """Where a row has what, and how long a prompt may be.
 
     label None: labels are not wanted.
 
@@ -37,6 +37,9 @@ class Keys:
         own_types: the metadata's rm_type takes the reward's place.
         learned: the keys of responses that are learned, or, with `conversation`, none of them: then the prompt is a
             whole conversation, whose assistant turns are learned.
+        max_prompt, max_context: tokens of a prompt, and of prompt and target together, at most; None: as the model has.
+        overrides: take the place of the metadata's.
+        flags: what sets the limits, for an error.
     """
 
     input: str = "input"
@@ -49,6 +52,10 @@ class Keys:
     own_types: bool = True
     learned: tuple[str, ...] = ()
     conversation: bool = False
+    max_prompt: int | None = None
+    max_context: int | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    flags: str = "--rollout-max-prompt-len or --rollout-max-context-len"
 
     @classmethod
     def from_options(cls, options: Options) -> Keys:
@@ -70,6 +77,8 @@ class Keys:
             own_types=options.custom_rm_path is None,
             learned=tuple(key for key in (label, options.rejected_key) if key is not None) if learns else (),
             conversation=learns and label is None,
+            max_prompt=options.rollout_max_prompt_len,
+            max_context=options.rollout_max_context_len,
         )
 
     @classmethod
@@ -84,6 +93,10 @@ class Keys:
             label_needed=held.needs_label,
             rewards=files_of(held.rewards),
             own_types=held.own_types,
+            max_prompt=held.max_prompt_len,
+            max_context=held.max_context_len,
+            overrides=dict(held.metadata_overrides),
+            flags="--eval-max-prompt-len or --eval-max-context-len",
         )
 
 
@@ -100,7 +113,7 @@ def keys_in(rows: PromptRows, keys: Keys) -> Keys:
             f"{rows.path} is a folder of tasks, which have no labels",
             "the verifier's verdict is the reward: leave --rm-type out, and learn from other prompt files",
         )
-    return Keys(PROMPT, None, METADATA, chat_template=keys.chat_template, own_types=False)
+    return replace(keys, input=PROMPT, label=None, metadata=METADATA, tools="tools", rewards=(), own_types=False)
 
 
 def files_of(words: Sequence[RewardWord]) -> tuple[str, ...]:
@@ -154,15 +167,6 @@ def _value(row: dict[str, Any], key: str) -> Any:
     if key in row or not dot or not isinstance(row.get(head), dict):
         return row.get(key)
     return _value(row[head], rest)
-
-
-def oddity(where: str, row: PromptRow, keys: Keys) -> str:
-    """What is odd about a row that may nevertheless be meant so; "" if nothing."""
-    if row.messages and row.messages[-1]["role"] == ASSISTANT and not keys.conversation:
-        return f"{where}: the prompt ends with a message of the assistant, so the model is shown the answer"
-    if isinstance(row.raw, str) and re.match(r"\s*\[\s*\{\s*\"(role|content)\"", row.raw):
-        return f"{where}: the prompt is JSON text of messages, and is taken as the text of one; write it as a list"
-    return ""
 
 
 def _wanted(where: str, row: dict[str, Any], key: str, flag: str) -> Any:

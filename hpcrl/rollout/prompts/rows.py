@@ -1,7 +1,7 @@
 """A prompt file as numbered rows, each read when it is asked for: .jsonl, or parquet with the package pyarrow (an
 extra: pip install hpcrl[parquet]); or a folder of task folders (`hpcrl/sandbox/harbor/rows.py`).
 
-Invariants: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes
+Invariants: of a .jsonl file only where its rows begin is held (12 bytes a row); what a row says is decided by the bytes
 that the size and SHA-256 were taken of, or the file is refused as changed.  A parquet table is in memory as Arrow's
 columns, not as Python objects; a row becomes Python values when it is asked for.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
-from bisect import bisect_right
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -135,14 +134,13 @@ class JsonlRows:
         """
         self.path = path
         self._file = path.open("rb")
-        self._begins, self._blanks = array("q"), array("q")  # of each row; of each blank line the rows before it
+        self._begins, self._lines = array("q"), array("I")  # of each row
         self.size = 0
         digest = hashlib.sha256()
         for number, text in enumerate(self._file, 1):
             if (text.removeprefix(BOM) if number == 1 else text).strip():
                 self._begins.append(self.size)
-            else:
-                self._blanks.append(len(self._begins))
+                self._lines.append(number)
             digest.update(text)
             self.size += len(text)
             if len(self._begins) == most:
@@ -160,20 +158,17 @@ class JsonlRows:
         return len(self._taken)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        begin, end = self._begins[self._taken[index] : self._taken[index] + 2]
+        at = self._taken[index]
+        begin, end = self._begins[at : at + 2]
         text = os.pread(self._file.fileno(), end - begin, begin)
         if self._stamp() != self._written:
             raise DataError(
                 f"{self.path} was written to while the run reads it", "put the old file back, and resume the run"
             )
-        return _decoded(self.path, self._line(index), text)
-
-    def _line(self, index: int) -> int:
-        at = self._taken[index]
-        return at + 1 + bisect_right(self._blanks, at)
+        return _decoded(self.path, self._lines[at], text)
 
     def where(self, index: int) -> str:
-        return f"{self.path}, line {self._line(index)}"
+        return f"{self.path}, line {self._lines[self._taken[index]]}"
 
 
 def kind_of_json(value: Any) -> str:
@@ -206,12 +201,14 @@ class ParquetRows:
         self.size = path.stat().st_size
         try:
             file = parquet.ParquetFile(path, memory_map=True)
-            if most is None:
-                table = file.read()
-            else:
-                table = arrow.Table.from_batches(islice(file.iter_batches(most), 1), file.schema_arrow)
+            first = islice(file.iter_batches(most or 1), 1)
+            table = file.read() if most is None else arrow.Table.from_batches(first, file.schema_arrow)
         except arrow.ArrowException as error:
-            raise _no_parquet(path, error) from error
+            with path.open("rb") as data:
+                what, command = _BEGINNINGS[LFS]
+                if data.read(len(LFS)) == LFS:
+                    raise DataError(f"{path} is {what}", f"{command} fetches it") from error
+            raise DataError(f"{path} is not a parquet file: {error}") from error
         with path.open("rb") as data:
             self.sha256 = hashlib.file_digest(data, "sha256").hexdigest() if most is None else ""
         taken = range(table.num_rows)[rows]
@@ -228,13 +225,6 @@ class ParquetRows:
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {self._first + index + 1}"
-
-
-def _no_parquet(path: Path, error: Exception) -> DataError:
-    with path.open("rb") as file:
-        if file.read(len(LFS)) == LFS:
-            return DataError(f"{path} is {_BEGINNINGS[LFS][0]}", f"{_BEGINNINGS[LFS][1]} fetches it")
-    return DataError(f"{path} is not a parquet file: {error}")
 
 
 def _without_nulls(value: Any) -> Any:

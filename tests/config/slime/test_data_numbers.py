@@ -25,8 +25,9 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import read_words
 from hpcrl.config.slime.arguments import translate
-from hpcrl.rollout.prompts.prompt_files import ReadOptions, read_prompts
+from hpcrl.rollout.prompts.prompt_files import read_prompts
 from hpcrl.rollout.prompts.prompt_source import PromptSource
+from hpcrl.rollout.prompts.row_checks import Keys
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from tests.config.slime.slime_functions import functions, method
 from tests.support.tiny import make_tokenizer
@@ -69,7 +70,7 @@ def ours(case: str, folder: Path) -> list[list[Any]]:
     options = Options(**{name: value for name, value in found.values.items() if name in Options.model_fields})
     tokenizer = Tokenizer(folder)
     [word] = read_words(options.prompt_data, "--prompt-data")
-    file = read_prompts(word, ReadOptions.from_options(options, tokenizer), tokenizer)
+    file = read_prompts(word, Keys.from_options(options), tokenizer)
     source = PromptSource(file, options.rollout_seed, options.rollout_shuffle)
     taken = [group.prompt for group in source.next_groups(EPOCHS * len(file))]
     return [[tokenizer.decode(prompt.tokens), prompt.label, prompt.metadata] for prompt in taken]

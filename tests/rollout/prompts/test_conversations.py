@@ -11,8 +11,9 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
-from hpcrl.rollout.prompts.prompt_files import Prompt, ReadOptions, read_prompts
+from hpcrl.rollout.prompts.prompt_files import Prompt, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.row_checks import Keys
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import LabelSampler, ResponseRequest
 from tests.support.tiny import make_tokenizer
@@ -52,7 +53,7 @@ def learn(
     (path / "talk.jsonl").write_text(json.dumps({"messages": messages}))
     options = Options(loss_type="sft_loss", input_key="messages", apply_chat_template=True, **values)
     tokenizer = Tokenizer(path)
-    (prompt,) = read_prompts(path / "talk.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer).prompts
+    (prompt,) = read_prompts(path / "talk.jsonl", Keys.from_options(options), tokenizer).prompts
     return tokenizer, prompt
 
 

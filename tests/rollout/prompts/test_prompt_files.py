@@ -21,8 +21,9 @@ from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.prompts import prompt_files
-from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, ReadOptions, read_prompts
+from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, read_prompts
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
+from hpcrl.rollout.prompts.row_checks import Keys
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tiny import make_tokenizer
 
@@ -52,7 +53,7 @@ def read(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., PromptFile]:
         options = Options(
             **({"input_key": "prompt", "label_key": "label", "apply_chat_template": True, "rm_type": "math"} | values)
         )
-        return read_prompts(tmp_path / "p.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer)
+        return read_prompts(tmp_path / "p.jsonl", Keys.from_options(options), tokenizer)
 
     return go
 
@@ -188,7 +189,7 @@ def test_messages_without_a_template_are_an_error(read: Callable[..., PromptFile
 def test_files_that_are_none(read: Callable[..., PromptFile], tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no prompts"):
         read("\n\n")
-    reading = ReadOptions.from_options(Options(), tokenizer)
+    reading = Keys.from_options(Options())
     with pytest.raises(DataError, match=r"absent\.jsonl: No such file"):
         read_prompts(tmp_path / "absent.jsonl", reading, tokenizer)
     with pytest.raises(DataError, match=r"p\.csv is not a \.jsonl or \.parquet"):
@@ -200,8 +201,8 @@ def test_files_that_are_none(read: Callable[..., PromptFile], tokenizer: Tokeniz
 )
 def test_labels_that_are_needed_need_a_key(tokenizer: Tokenizer, values: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="--label-key"):
-        ReadOptions.from_options(Options(**values), tokenizer)
-    assert ReadOptions.from_options(Options(custom_rm_path="a.b"), tokenizer).keys.label is None
+        Keys.from_options(Options(**values))
+    assert Keys.from_options(Options(custom_rm_path="a.b")).label is None
 
 
 def test_evaluation_has_its_own_keys(tokenizer: Tokenizer) -> None:
@@ -213,9 +214,9 @@ def test_evaluation_has_its_own_keys(tokenizer: Tokenizer) -> None:
         eval_prompt_data=["p.jsonl"],
         rm_type="math",
     )
-    keys = ReadOptions.of_set(eval_sets(options)[0], tokenizer).keys
+    keys = Keys.of_set(eval_sets(options)[0])
     assert (keys.input, keys.label, keys.learned, keys.label_needed) == ("c", "b", (), True)
-    assert ReadOptions.from_options(options, tokenizer).keys.learned == ("b",)
+    assert Keys.from_options(options).learned == ("b",)
 
 
 # ---- fine-tuning
@@ -331,7 +332,7 @@ def test_a_missing_template_is_named(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path)
     options = Options(input_key="prompt", apply_chat_template=True)
     with pytest.raises(DataError, match="has no chat template"):
-        read_prompts(tmp_path / "p.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer)
+        read_prompts(tmp_path / "p.jsonl", Keys.from_options(options), tokenizer)
 
 
 def test_a_template_that_refuses_is_quoted(model: Path, tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_a_template_that_refuses_is_quoted(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path)
     options = Options(input_key="prompt", apply_chat_template=True)
     with pytest.raises(DataError, match="line 1: the chat template refuses"):
-        read_prompts(tmp_path / "p.jsonl", ReadOptions.from_options(options, tokenizer), tokenizer)
+        read_prompts(tmp_path / "p.jsonl", Keys.from_options(options), tokenizer)
 
 
 def test_directories_that_hold_no_tokenizer(model: Path, tmp_path: Path) -> None:
