@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.engine.key_guard import App, Receive, Scope, Send
 from hpcrl.engine.membership.http import TURN
 from hpcrl.transport.token_frames import ABORT
 from hpcrl.utils.deadline import Deadline
@@ -40,12 +40,6 @@ ALWAYS = {
     "/inference/v1/abort_requests",
     ABORT,
 }
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class GpuSharingMiddleware:

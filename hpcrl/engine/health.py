@@ -20,15 +20,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
 from hpcrl.engine.gpu_sharing import UPDATES
+from hpcrl.engine.key_guard import App, Message, Receive, Scope, Send
 from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, request_json
 from hpcrl.run.process import descendants
+from hpcrl.utils.deadline import LastSign
 
 #: calls that vLLM's core makes in one step: whole weight updates, sleep, checks of weights
 CALLS = UPDATES | {"/collective_rpc", "/init_weight_transfer_engine", TURN}
@@ -41,37 +43,30 @@ class CoreWatchdog:
     """A thread that asks until the process ends.
 
     Attributes:
-        patience: seconds that one answer may take.
+        sign: the core's last sign of life.
+        late: of a call that the core is at for too long: which, and how long; "" if there is none.
     """
 
     def __init__(self, address: Address, patience: float) -> None:
-        self._address = address
-        self._patience = patience
-        self._last = time.monotonic()
-        self.late = ""  #: of a call that the core is at for too long: which, and how long; "" if there is none
-        threading.Thread(target=self._listen, daemon=True).start()
+        """Create one.
 
-    def silent(self, now: float) -> float:
-        """Seconds since the last sign of life, by time.monotonic()."""
-        return now - self._last
+        Args:
+            patience: seconds that one answer may take.
+        """
+        self.sign, self.late = LastSign(), ""
+        threading.Thread(target=self._listen, args=(address, patience), daemon=True).start()
 
-    def _listen(self) -> None:
+    def _listen(self, address: Address, patience: float) -> None:
         while True:
             try:
-                request_json(self._address, "GET", CORE, self._patience)
-                self._last = time.monotonic()
+                request_json(address, "GET", CORE, patience)
+                self.sign.heard()
             except HttpError as error:
                 if error.status == LATE:
                     self.late = str(error).partition(f"{LATE}: ")[2]
                 elif error.status is not None:
-                    self._last = time.monotonic()
+                    self.sign.heard()
             time.sleep(EVERY)
-
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class CoreCalls:
@@ -79,65 +74,61 @@ class CoreCalls:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._calls: dict[
-            int, tuple[str, float, float]
-        ] = {}  # under way: path, since when, until when they are waited for
-        self._asked: set[asyncio.Task[None]] = set()  # questions that the core has not answered yet
+        #: under way: path, since when, until when they are waited for
+        self._calls: dict[int, tuple[str, float, float]] = {}
+        self._asked: set[asyncio.Task[list[Message]]] = set()  # questions that the core has not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == CORE:
-            return await self._answer(scope, receive, send)
-        patience = _patience(scope) if scope["type"] == "http" and scope["path"] in CALLS else 0.0
-        if not patience:
-            return await self.app(scope, receive, send)
-        now = time.monotonic()
-        self._calls[id(scope)] = (scope["path"], now, now + patience)
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path == CORE:
+            for message in await self._answer(scope, receive):
+                await send(message)
+            return
+        patience = _patience(scope) if path in CALLS else 0.0
+        if patience:
+            now = time.monotonic()
+            self._calls[id(scope)] = (path, now, now + patience)
         try:
             await self.app(scope, receive, send)
         finally:
-            del self._calls[id(scope)]
+            self._calls.pop(id(scope), None)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive) -> list[Message]:
         """The core's answer, or at once the call that it is busy with; a question that waits for the core is left."""
-        said: list[MutableMapping[str, Any]] = []
-
-        async def hear(message: MutableMapping[str, Any]) -> None:
-            said.append(message)
-
         if not self._calls:
-            question = asyncio.ensure_future(
-                self.app(scope | {"path": IS_PAUSED, "raw_path": IS_PAUSED.encode()}, receive, hear)
-            )
+            question = asyncio.ensure_future(self._ask(scope, receive))
             self._asked.add(question)
-            question.add_done_callback(self._over)
+            question.add_done_callback(self._asked.discard)
             while not question.done() and not self._calls:
                 await asyncio.wait([question], timeout=GLANCE)
             if question.done():
-                question.result()
-                for message in said:
-                    await send(message)
-                return
+                return question.result()
         path, since, until = max(self._calls.values(), key=lambda call: call[2])
-        late = time.monotonic() > until
-        text = f"{path} for {time.monotonic() - since:.0f} s, of {until - since:.0f}"
-        body = json.dumps({"error" if late else "at": text}).encode()
+        now = time.monotonic()
+        late = now > until
+        body = json.dumps(
+            {"error" if late else "at": f"{path} for {now - since:.0f} s, of {until - since:.0f}"}
+        ).encode()
         head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": LATE if late else 200, "headers": head})
-        await send({"type": "http.response.body", "body": body})
+        return [
+            {"type": "http.response.start", "status": LATE if late else 200, "headers": head},
+            {"type": "http.response.body", "body": body},
+        ]
 
-    def _over(self, question: asyncio.Task[None]) -> None:
-        self._asked.discard(question)
-        if not question.cancelled():
-            question.exception()  # a task that still waits for it gets it too
+    async def _ask(self, scope: Scope, receive: Receive) -> list[Message]:
+        said: list[Message] = []
+
+        async def hear(message: Message) -> None:
+            said.append(message)
+
+        await self.app(scope | {"path": IS_PAUSED, "raw_path": IS_PAUSED.encode()}, receive, hear)
+        return said
 
 
 def _patience(scope: Scope) -> float:
     """Seconds for which the sender of a request waits for its answer; 0 if it does not say so."""
-    given = [value for name, value in scope.get("headers", ()) if name.lower() == PATIENCE.lower().encode()]
-    try:
-        return max(0.0, float(given[0])) if given else 0.0
-    except ValueError:
-        return 0.0
+    given = {name.lower(): value for name, value in scope["headers"]}
+    return float(given.get(PATIENCE.lower().encode(), 0))
 
 
 class StoppedProcess:
@@ -183,22 +174,17 @@ RECENT = 5.0  #: seconds before the last good health check in which a reason may
 #: what vLLM puts before a message: "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
 _PREFIX = re.compile(r"^(\([^)]*\) ?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-#: plain causes, most telling first; then any exception, also one of a module, whose name has another ending
+#: plain causes, most telling first: our own error, in a process of vLLM's; memory; what pydantic writes below the
+#: exception's own line; any exception
 _CAUSES = (
-    re.compile(r"^hpcrl\.errors\.\w+: \S"),  # our own, in a process of vLLM's: that one was written to be read
+    re.compile(r"^hpcrl\.errors\.\w+: \S"),
     re.compile(
         r"out of memory|OutOfMemory|Cannot allocate memory|MemoryError|can't allocate memory|less than desired"
         r"|No available memory|larger than the available KV cache",
         re.IGNORECASE,
     ),
-    re.compile(r"^Value error, "),  # pydantic: what is wrong stands below the exception's own line
-    re.compile(
-        r"No space left on device|Address already in use|not a valid model identifier|Cannot find any model weights"
-        r"|safetensors.*(not found|invalid)|architectures .* not supported",
-        re.IGNORECASE,
-    ),
-    re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): \S"),
-    re.compile(r"^[a-z_]\w*(\.\w+)*\.[A-Z]\w*: \S"),
+    re.compile(r"^Value error, "),
+    re.compile(r"^([\w.]*(Error|Exception|Exit|Interrupt)|[a-z_]\w*(\.\w+)*\.[A-Z]\w*): \S"),
 )
 #: lines that only say that something else went wrong
 _EMPTY = re.compile(

@@ -26,9 +26,9 @@ from hpcrl.utils.untrusted_files import read_given_bytes
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
 REALM = "HPCRL_HTTP_KEY_REALM"
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Scope = Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _REFUSED = b'{"error":"this route asks for the key of this engine: Authorization: Bearer <key>"}'

@@ -223,7 +223,7 @@ class EngineSupervisor:
                         f"{self.name} hangs: its engine core has been busy with {pulse.late} (--update-timeout); "
                         f"{self.log.explain()}"
                     )
-                if pulse.silent(now) > patience:
+                if pulse.sign.silence > patience:
                     raise PeerError(
                         f"{self.name} hangs: its engine core has not answered for {patience:.0f} s "
                         f"(--rollout-health-check-timeout); {self.log.explain()}"

@@ -35,11 +35,10 @@ class Loads:
         self._clock = clock
         self._busy = busy
         self._of: dict[int, int] = {}
-        #: (begin, end) of the last busy time; end None while it lasts
-        self._spell: dict[int, tuple[int, int | None]] = {}
-        self._working = 0  # engines with requests
-        self.total = 0
-        self._begin_window()
+        self._spells: dict[int, tuple[int, int | None]] = {}  # (begin, end) of the last busy time; None: it lasts
+        self.total = self._most = 0
+        self._begun = self._then = clock()
+        self._idle = self._held = self._engines = 0  # integrals over time: idle engines, requests, engines
 
     def __len__(self) -> int:
         return len(self._of)
@@ -59,61 +58,45 @@ class Loads:
     def drop(self, engine: int) -> None:
         """An engine that is given no more; asked for twice, the second time does nothing."""
         if engine in self._of:
-            self._set(engine, 0)
-            self._account()
-            self._close(engine)
+            self.move(engine, -self._of[engine])
+            self._tell(engine, self._account())
             del self._of[engine]
 
     def move(self, engine: int, by: int) -> None:
         """`by` more requests in flight (or, negative, fewer); nothing for an engine that is not there."""
-        if engine in self._of:
-            load = self._of[engine] + by
-            assert load >= 0, f"engine {engine} has {load} requests in flight"
-            self._set(engine, load)
+        if not by or engine not in self._of:
+            return
+        now, before, load = self._account(), self._of[engine], self._of[engine] + by
+        assert load >= 0, f"engine {engine} has {load} requests in flight"
+        self._of[engine] = load
+        self.total += by
+        self._most = max(self._most, self.total)
+        begin, end = self._spells.get(engine, (now, now))
+        if not before and end is not None and now - end > SAME:
+            self._tell(engine, now)
+            begin = now
+        self._spells[engine] = (begin, None if load else now)
 
     def least(self) -> int:
         """The engine with fewest in flight; of several, the one that has been there longest."""
         return min(self._of, key=self._of.__getitem__)
 
-    def _set(self, engine: int, load: int) -> None:
-        before = self._of[engine]
-        if load == before:
-            return
-        now = self._account()
-        self._of[engine] = load
-        self.total += load - before
-        self._most = max(self._most, self.total)
-        if before == 0:
-            self._working += 1
-            begin, end = self._spell.get(engine, (now, now))
-            if end is not None and now - end > SAME:
-                self._close(engine)
-                begin = now
-            self._spell[engine] = (begin, None)
-        elif load == 0:
-            self._working -= 1
-            self._spell[engine] = (self._spell[engine][0], now)
-
     # ---- over time
-
-    def _begin_window(self) -> None:
-        self._begun = self._then = self._clock()
-        self._idle = self._held = self._engines = 0  # integrals over time: idle engines, requests, engines
-        self._most = self.total
 
     def _account(self) -> int:
         """Bring the integrals up to now."""
         now = self._clock()
-        passed = now - self._then
-        self._then = now
-        self._idle += passed * (len(self._of) - self._working)
+        passed, self._then = now - self._then, now
+        self._idle += passed * list(self._of.values()).count(0)
         self._held += passed * self.total
         self._engines += passed * len(self._of)
         return now
 
-    def _close(self, engine: int) -> None:
-        begin, end = self._spell.pop(engine, (0, 0))
-        if end is not None and end > begin:
+    def _tell(self, engine: int, now: int) -> None:
+        """Tell its last busy time, up to now if it lasts."""
+        begin, end = self._spells.pop(engine, (now, now))
+        end = now if end is None else end
+        if end > begin:
             self._busy(engine, begin, end)
 
     def measures(self) -> dict[str, float]:
@@ -121,13 +104,11 @@ class Loads:
         they may have, and requests in flight; nothing where there was no engine.  Busy times are told up to now.
         """
         now = self._account()
-        for engine, (begin, end) in list(self._spell.items()):
+        for engine, (_, end) in list(self._spells.items()):
+            if end is None or now - end > SAME:
+                self._tell(engine, now)
             if end is None:
-                self._spell[engine] = (begin, now)
-                self._close(engine)
-                self._spell[engine] = (now, None)
-            elif now - end > SAME:
-                self._close(engine)
+                self._spells[engine] = (now, None)
         found: dict[str, float] = {}
         if self._engines:
             found = {
@@ -136,12 +117,12 @@ class Loads:
                 "perf/requests_in_flight": self._held / (now - self._begun),
                 "perf/requests_in_flight_max": float(self._most),
             }
-        self._begin_window()
+        self._begun, self._most = now, self.total
+        self._idle = self._held = self._engines = 0
         return found
 
     def close(self) -> None:
         """Tell the busy times that are left."""
         now = self._account()
-        for engine, (begin, end) in list(self._spell.items()):
-            self._spell[engine] = (begin, now if end is None else end)
-            self._close(engine)
+        for engine in list(self._spells):
+            self._tell(engine, now)
