@@ -106,9 +106,8 @@ class CoreCalls:
         path, since, until = max(self._calls.values(), key=lambda call: call[2])
         now = time.monotonic()
         late = now > until
-        body = json.dumps(
-            {"error" if late else "at": f"{path} for {now - since:.0f} s, of {until - since:.0f}"}
-        ).encode()
+        text = f"{path} for {now - since:.0f} s, of {until - since:.0f}"
+        body = json.dumps({"error" if late else "at": text}).encode()
         head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         return [
             {"type": "http.response.start", "status": LATE if late else 200, "headers": head},
