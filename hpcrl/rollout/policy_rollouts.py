@@ -20,9 +20,9 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.report.timeline.spans import MAKE, SANDBOXES, Timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
-from hpcrl.rollout.engines.concurrency_limit import AcceptedDrafts, read_metrics
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.load import AcceptedDrafts, read_metrics
 from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
 from hpcrl.rollout.generation.custom_generator import CustomGenerator

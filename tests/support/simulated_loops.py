@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcrl.config.options import Options
-from hpcrl.engine.membership.load import Loads
 from hpcrl.rollout.batch_assembly import check_staleness
-from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
+from hpcrl.rollout.engines.load import EngineMetrics, Loads
 from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile

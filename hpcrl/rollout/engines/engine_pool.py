@@ -16,11 +16,11 @@ from yarl import URL
 
 from hpcrl.config.options import Options
 from hpcrl.engine.membership.http import GLANCE_SECONDS, Address, answer, client_session
-from hpcrl.engine.membership.load import Loads
 from hpcrl.engine.membership.registry import Registry
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import GENERATE, NOWHERE, Timeline
+from hpcrl.rollout.engines.load import Loads
 from hpcrl.run.engine_files import EngineReports
 from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say

@@ -23,7 +23,7 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
 from hpcrl.rollout.batch_assembly import Rollout
-from hpcrl.rollout.engines.concurrency_limit import ConcurrencyLimit, EngineMetrics
+from hpcrl.rollout.engines.load import ConcurrencyLimit, EngineMetrics
 from hpcrl.rollout.filters.custom_filters import DynamicFilter
 from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.generation.batch_policies import BatchSelection, NextBatch, StalenessControl

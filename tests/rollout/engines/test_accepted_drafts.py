@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.engines import concurrency_limit
-from hpcrl.rollout.engines.concurrency_limit import AcceptedDrafts, counts_in
+from hpcrl.rollout.engines import load
+from hpcrl.rollout.engines.load import AcceptedDrafts, counts_in
 
 TEXT = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="policy"}} {checked}
@@ -33,7 +33,7 @@ def test_a_share_is_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     async def text(_: Any, engine: Any) -> str | None:
         return said[engine.number]
 
-    monkeypatch.setattr(concurrency_limit, "metrics_text", text)
+    monkeypatch.setattr(load, "metrics_text", text)
     pool: Any = SimpleNamespace(engines=[SimpleNamespace(number=0), SimpleNamespace(number=1)])
     drafts = AcceptedDrafts(pool, Options(vllm={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}))
     said |= {0: TEXT.format(checked=10, drafted=20, accepted=20), 1: TEXT.format(checked=1, drafted=2, accepted=2)}

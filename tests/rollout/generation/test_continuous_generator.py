@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import check_staleness
-from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
+from hpcrl.rollout.engines.load import EngineMetrics
 from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator
 from hpcrl.rollout.ledger.bank import Bank
 from tests.rollout.generation.test_batch_generator import Attempt, FakeSampler, numbers

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.rollout.engines.concurrency_limit import FULL, ConcurrencyLimit, EngineMetrics, parse
+from hpcrl.rollout.engines.load import FULL, ConcurrencyLimit, EngineMetrics, parse
 from hpcrl.rollout.generation.batch_policies import StalenessControl
 
 

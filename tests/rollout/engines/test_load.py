@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.engine.membership.load import SAME, Loads
+from hpcrl.rollout.engines.load import SAME, Loads
 
 S = 1_000_000
 
