@@ -94,8 +94,8 @@ class PolicyRollouts:
         )
         self.sandboxes = SandboxMeasures([one.pool.sandboxes for one in (work.custom, work.grading) if one is not None])
         self.store = GroupStore(self.options, work.source, context.rundir)
-        self.drafts = AcceptedDrafts(self.pool, self.options)
-        look_at = functools.partial(read_metrics, self.pool) if self.options.never_waits else None
+        self.drafts = AcceptedDrafts(self.pool.metrics_texts, self.options)
+        look_at = functools.partial(read_metrics, self.pool.metrics_texts) if self.options.never_waits else None
         self.groups = RolloutGenerator(self.options, self.store, self.sampler, client.abort, look_at, work.total)
         self.generator: RolloutGenerator | CustomGenerator | GeneratedAhead = self.groups
         function = work.hooks.only("rollout_function_path")

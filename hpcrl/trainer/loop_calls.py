@@ -45,7 +45,7 @@ class LoopCalls:
         self.total: int = started["num_rollout"]
         know_length(rank.policy.scheduler, rank.options, self.total)
         rank.others.know_length(self.total)
-        self.report = LoopReport(rank.context, rank.timeline, rank.driver, self.at.rollout_id)
+        self.report = LoopReport(rank.context, rank.timeline, rank.driver, self.at.rollout_id, rank.policy)
         asking = (self.rollout, self.report.log, rank.together, rank.timeline)
         self.evaluations = EvaluationSchedule(rank.options, self.total, *asking)
         rank.open_engines()

@@ -19,14 +19,15 @@ from hpcrl.config.options import Options
 from hpcrl.report.metrics import MetricsLog
 from hpcrl.report.timeline import spans
 from hpcrl.run.role import RoleContext, say
-from hpcrl.trainer.loop_schedule import evaluates_beside, last_evaluation
+from hpcrl.trainer.loop_schedule import evaluates_beside, last_evaluation, steps_of
 from hpcrl.trainer.rollout_calls import RolloutCalls
-from hpcrl.trainer.step.speed import of_step
+from hpcrl.trainer.step.speed import card_of, of_step, reached
 from hpcrl.transport.messages import UNFINISHED
 from hpcrl.transport.share_format import Share
 
 if TYPE_CHECKING:
     from hpcrl.trainer.checkpoint.save_load import Position
+    from hpcrl.trainer.megatron.model import Policy
 
 #: waited: for samples of a later rollout; stepped: the rollout is over, its weights published (not with --colocate);
 #: saving: a checkpoint is being written; rested: what is due is saved; handed over: GPUs and weights, to the engines
@@ -63,8 +64,11 @@ class LoopReport:
         log: of the metrics, on the driver alone.
     """
 
-    def __init__(self, context: RoleContext, timeline: spans.Timeline, driver: bool, start: int) -> None:
+    def __init__(
+        self, context: RoleContext, timeline: spans.Timeline, driver: bool, start: int, policy: Policy
+    ) -> None:
         self._options = context.options
+        self._policy = policy
         self._timeline = timeline
         self._waited = 0  # microseconds of this step
         self.log = MetricsLog(context.rundir) if driver else None
@@ -84,6 +88,10 @@ class LoopReport:
                 self._timeline.add(spans.TRAIN, begin, event.end, **which)
             case "stepped":
                 speed = of_step(self._options, event.share, (now - begin) / 1e6, self._waited / 1e6)
+                took, trained = event.metrics["perf/train_time"], steps_of(self._options, event.rollout_id) > 0
+                speed |= reached(
+                    self._policy, self._options, event.share, took, trained, card_of(self._policy.ranks.device)
+                )
                 self._waited = 0
                 self._timeline.add(spans.STEP, begin, now, **which)
                 self._append(event.rollout_id, event.metrics | speed | {"policy_version": event.at.version})

@@ -30,6 +30,7 @@ from hpcrl.utils.deadline import Deadline
 from hpcrl.weights.colocation import TRAINERS_TURN, Event, HandOver, OutOfTurn
 
 _OCTETS = {"Content-Type": "application/octet-stream"}
+METRICS = aiohttp.ClientTimeout(total=5.0)  #: for an engine's /metrics
 DRAIN = 10.0  #: seconds that requests which were ended with their rollout may take before the engines sleep
 HOMES = 65536  #: keys whose engine is remembered
 #: a key stays where it is until its engine has so many more in flight than the least loaded, and times as many
@@ -148,6 +149,21 @@ class EnginePool:
         if self._session is None:
             self._session = client_session(idle=IDLE)
         return self._session
+
+    async def metrics_texts(self) -> dict[int, str]:
+        """What each engine says of itself, Prometheus' text, by its number; an engine that does not answer in time is
+        left out: others find out what is wrong there."""
+
+        async def ask(engine: PooledEngine) -> str | None:
+            try:
+                async with self.session.get(engine.at("/metrics"), headers=engine.head, timeout=METRICS) as answer:
+                    return await answer.text() if answer.status == 200 else None
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                return None
+
+        engines = list(self.engines)
+        texts = await asyncio.gather(*map(ask, engines))
+        return {engine.number: text for engine, text in zip(engines, texts, strict=True) if text is not None}
 
     async def connect(self) -> None:
         """Wait until every engine of the plan has come up once, and one serves.

@@ -12,17 +12,11 @@ one it never is below one group an engine.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-import aiohttp
+from typing import NamedTuple
 
 from hpcrl.config.options import Options
-
-if TYPE_CHECKING:
-    from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 
 #: microseconds: an engine that has requests again within this time was busy throughout, for the timeline
 SAME = 100_000
@@ -125,7 +119,7 @@ class Loads:
                 self._tell(engine, now)
             if end is None:
                 self._spells[engine] = (now, None)
-        found: dict[str, float] = {}
+        found = {}
         if self._engines:
             found = {
                 "perf/engine_idle_ratio": self._idle / self._engines,
@@ -146,8 +140,8 @@ class Loads:
 
 # ---- what the engines say: requests that wait, and how full their KV cache is
 
-PATH = "/metrics"
-SECONDS = 5.0  #: that an engine has to answer
+#: what each living engine says of itself, Prometheus' text, by its number (`EnginePool.metrics_texts`)
+MetricsTexts = Callable[[], Awaitable[dict[int, str]]]
 FULL = 0.95  #: share of a KV cache from which on it counts as full
 #: vLLM's names of what is read
 RUNNING = "vllm:num_requests_running"
@@ -192,9 +186,7 @@ class ConcurrencyLimit:
 
     def room(self, in_flight: int, wanted: int) -> int:
         """How many of `wanted` groups to issue in addition to `in_flight` samples."""
-        if self.limit is None:
-            return wanted
-        return max(0, min(wanted, (self.limit - in_flight) // self.group))
+        return wanted if self.limit is None else max(0, min(wanted, (self.limit - in_flight) // self.group))
 
 
 def values_of(text: str, names: Sequence[str]) -> dict[str, list[float]] | None:
@@ -217,21 +209,9 @@ def parse(text: str) -> EngineMetrics | None:
     return EngineMetrics(sum(found[RUNNING]), sum(found[WAITING]), max(found[CACHE]))
 
 
-async def read_metrics(pool: EnginePool) -> list[EngineMetrics]:
-    """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong
-    there."""
-    found = await asyncio.gather(*(metrics_text(pool, engine) for engine in pool.engines))
-    return [reading for text in found if text is not None and (reading := parse(text)) is not None]
-
-
-async def metrics_text(pool: EnginePool, engine: PooledEngine) -> str | None:
-    """What an engine says of itself, Prometheus' text; None if it does not within SECONDS."""
-    timeout = aiohttp.ClientTimeout(total=SECONDS)
-    try:
-        async with pool.session.get(engine.at(PATH), headers=engine.head, timeout=timeout) as answer:
-            return await answer.text() if answer.status == 200 else None
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return None
+async def read_metrics(ask: MetricsTexts) -> list[EngineMetrics]:
+    """What the living engines say."""
+    return [reading for text in (await ask()).values() if (reading := parse(text)) is not None]
 
 
 # ---- what share of the tokens that engines drafted was accepted while a rollout was made
@@ -254,10 +234,10 @@ class DraftCounts(NamedTuple):
 
 
 class AcceptedDrafts:
-    """The counters of a pool's engines, from `start_rollout` on."""
+    """The engines' counters, from `start_rollout` on."""
 
-    def __init__(self, pool: EnginePool, options: Options) -> None:
-        self._pool = pool
+    def __init__(self, ask: MetricsTexts, options: Options) -> None:
+        self._ask = ask
         self._drafting = bool(options.vllm.get("speculative_config"))
         self._before: dict[int, DraftCounts] = {}
 
@@ -279,17 +259,11 @@ class AcceptedDrafts:
         }
 
     async def _read(self) -> dict[int, DraftCounts]:
-        if not self._drafting:
-            return {}
-        engines = list(self._pool.engines)
-        found = await asyncio.gather(*(metrics_text(self._pool, engine) for engine in engines))
-        read = ((engine.number, counts_in(text)) for engine, text in zip(engines, found, strict=True) if text)
-        return {number: counts for number, counts in read if counts is not None}
+        texts = await self._ask() if self._drafting else {}
+        return {number: found for number, text in texts.items() if (found := counts_in(text)) is not None}
 
 
 def counts_in(text: str) -> DraftCounts | None:
     """The counters in Prometheus' text, summed over labels; None if it has not all of them."""
     found = values_of(text, (CHECKED, DRAFTED, ACCEPTED))
-    if found is None:
-        return None
-    return DraftCounts(sum(found[CHECKED]), sum(found[DRAFTED]), sum(found[ACCEPTED]))
+    return found and DraftCounts(*(sum(found[name]) for name in (CHECKED, DRAFTED, ACCEPTED)))

@@ -7,7 +7,9 @@ gone back to an older checkpoint), none older than the bound.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -77,23 +79,17 @@ def fit(progress: GroupProgress, version: int, bound: int | None, parts: bool) -
         parts: whether a response that lost its end is resumed. A response with a token that is too old is made again,
             since its later tokens follow from it; of one with tokens of a later policy the part before them stays.
     """
-    finished = {}
-    partial = {}
+    finished: dict[int, Any] = {}
+    partial: dict[int, Any] = {}
     lost = 0
-    for index, samples in progress.finished.items():
-        if all(_fits(sample, version, bound) for sample in samples):
-            finished[index] = samples
-            continue
-        lost += 1
-        if parts and (cut := _cut(samples, version, bound)) is not None:
-            partial[index] = (cut,)
-    for index, several in progress.partial.items():
-        if parts and all(_fits(sample, version, bound) for sample in several):
-            partial[index] = several
-            continue
-        lost += 1
-        if parts and (cut := _cut(list(several), version, bound)) is not None:
-            partial[index] = (cut,)
+    for kept, responses in ((finished, progress.finished), (partial, progress.partial)):
+        for index, samples in responses.items():
+            if (parts or kept is finished) and all(_fits(sample, version, bound) for sample in samples):
+                kept[index] = samples
+                continue
+            lost += 1
+            if parts and (cut := _cut(samples, version, bound)) is not None:
+                partial[index] = (cut,)
     # the greedy response was given by whatever policy the others were
     baseline = progress.baseline if lost == 0 else math.nan
     return replace(progress, finished=finished, partial=partial, baseline=baseline), lost
@@ -106,7 +102,7 @@ def _fits(sample: Sample, version: int, bound: int | None) -> bool:
     return int(versions.max()) <= version and (bound is None or version - int(versions.min()) <= bound)
 
 
-def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | None:
+def _cut(samples: Sequence[Sample], version: int, bound: int | None) -> Sample | None:
     """The part of a plain response (one sample, all of its tokens the policy's) up to the first token of a later
     policy."""
     if len(samples) != 1 or not samples[0].array("loss_mask").all():

@@ -118,8 +118,7 @@ def read_prompts(word: PromptWord | str | Path, keys: Keys, tokenizer: Tokenizer
             f"{word.word}: each of its {dropped} prompts is longer than the limit of {drawn.limit} tokens",
             f"raise {keys.flags}",
         )
-    if dropped:
-        drawn.kept = kept
+    drawn.kept = kept if dropped else None
     identity = (
         rows.sha256 if word.whole else hashlib.sha256(f"{rows.sha256} {word.start} {word.stop}".encode()).hexdigest()
     )

@@ -42,7 +42,6 @@ from hpcrl.trainer.step import further_tokens, packing, passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.routing_replay import Difference, given_experts
-from hpcrl.trainer.step.speed import card_of, reached
 from hpcrl.trainer.step.sums import Totals, sums_over_samples, total
 from hpcrl.transport.share_format import Share, responses_of
 from hpcrl.utils.device_copies import to_device
@@ -96,8 +95,8 @@ def train(
         version: of the policy; None: that which sampled the share.
 
     Returns:
-        Metrics, the same on every rank except the time and what is divided by it: of several steps the mean, of tokens
-        the sum, of a maximum the maximum, of the learning rate the last.
+        Metrics, the same on every rank except times: of several steps the mean, of tokens the sum, of a maximum the
+        maximum, of the learning rate the last.
 
     Raises:
         HpcrlError: before a weight changes, if the batch does not fit the model, loss or gradient is not finite, or the
@@ -141,9 +140,7 @@ def train(
         found.append(row)
     untrained = _say_untrained(share, ranks) if found[0] else {}
     record(share, [packed for step in steps for packed in step])
-    took = time.monotonic() - begun
-    times = {"perf/train_time": took, "perf/train_preparation_time": prepared - begun}
-    times |= reached(policy, options, share, took, bool(policy_steps(options, share)), card_of(ranks.device))
+    times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
     changed = {} if replay is None or not policy_steps(options, share) else {"train/routing_changed": replay.share()}
     return before | _over_steps(found) | changed | untrained | times
 

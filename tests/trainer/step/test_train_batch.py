@@ -59,8 +59,6 @@ def run(
     monkeypatch.setattr(train_batch, "_step", step)
     monkeypatch.setattr(train_batch.packing, "check_batch", lambda *_: None)
     monkeypatch.setattr(train_batch, "prepare", lambda _p, _o, share, *_: (share, [[]] * len(share.step_tokens), {}))
-    monkeypatch.setattr(train_batch, "reached", lambda *_: {})
-    monkeypatch.setattr(train_batch, "card_of", lambda *_: None)
     policy: Any = SimpleNamespace(vocab_size=100, chunks=[], optimizer=None, scheduler=None)
     found = train_batch.train(policy, RANKS, options, share, others, version=version)
     return {name: value for name, value in found.items() if not name.startswith("perf/train_") or "tok" in name}, seen
