@@ -157,7 +157,8 @@ def test_nearest_tests_of_a_fault_come_first() -> None:
     near = "tests/rollout/test_batch_assembly.py"
     whole = (*CORE, planted.WHOLE_RUNS)
     assert stages["last-of-a-group-lost"] == [(*CORE, near), (*CORE, "tests/rollout", f"--ignore={near}"), whole]
-    assert stages["reward-of-the-neighbour"] == [(*CORE, "tests/transport"), whole]
+    shares = "tests/transport/test_share_format.py"
+    assert stages["reward-of-the-neighbour"] == [(*CORE, shares), (*CORE, "tests/transport", f"--ignore={shares}"), whole]
     assert stages["resume-one-step-late"][0] == (*CORE, "tests/trainer/checkpoint")
 
 
