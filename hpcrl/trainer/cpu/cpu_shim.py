@@ -56,8 +56,7 @@ def install(device: str) -> None:
         device: its type.
     """
     # advice on CUDA streams, which `torchrun.prepare_environment` follows where there are any
-    warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended", UserWarning)
-    warnings.filterwarnings("ignore", "When using async grad allreduce it is recommended", UserWarning)
+    warnings.filterwarnings("ignore", "When using (sequence parallelism|async grad allreduce) it is recommended")
     # Megatron's jit_fuser is torch.compile: on a CPU it would start a C++ compiler for functions of a few lines.
     # To be set before torch._dynamo is imported, which the lines above do not do.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

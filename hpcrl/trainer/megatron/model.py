@@ -292,7 +292,7 @@ def _wrap(
     """DDP, optimizer, schedule, and the hooks by which Megatron's schedules find them."""
     ddp = construct(DistributedDataParallelConfig, settings.ddp)
     # as Megatron-LM: buckets only for the first chunk, whose gradients come last
-    with refusals("its DistributedDataParallel"):
+    with refusals("these settings for its DistributedDataParallel"):
         chunks = [
             DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)
         ]
@@ -314,7 +314,7 @@ def make_optimizer(chunks: list[Any], values: dict[str, Any], heads: bool = Fals
     """
     config = construct(OptimizerConfig, values)
     groups = get_standard_config_overrides(config) | (mtp.GROUPS if heads else {})
-    with refusals("the optimizer"):
+    with refusals("these settings for the optimizer"):
         made = get_megatron_optimizer(config, chunks, groups)
     if config.optimizer_cpu_offload:
         gc.collect()  # Megatron makes one for the whole parameters first, whose copies only Python's collector finds
@@ -356,7 +356,7 @@ def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerP
     Options that `check_options` has let pass.
     """
     grows = options.weight_decay_incr_style != "constant"
-    with refusals("the learning-rate schedule"):
+    with refusals("these settings for the learning-rate schedule"):
         return OptimizerParamScheduler(
             optimizer,
             init_lr=options.lr_warmup_init,

@@ -104,21 +104,16 @@ def _import(name: str) -> Any:
 
 def _quiet() -> None:
     """Silence Megatron's messages that every rank prints and no user can act upon."""
-    warnings.filterwarnings(
-        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
-    )  # Megatron's collectives
-    warnings.filterwarnings("ignore", r"`load_state_dict` is deprecated", FutureWarning)  # its way to load a checkpoint
-    warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)  # torch, of what Megatron saves
-    warnings.filterwarnings(
-        "ignore", "If you are using transformer_engine as the transformer impl", UserWarning
-    )  # recompute
-    warnings.filterwarnings(
-        "ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning
-    )  # its zero_grad
-    warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
-    warnings.filterwarnings(
-        "ignore", "moe_enable_deepep is deprecated", UserWarning
-    )  # slime's scripts and recipes have it
+    for message in (
+        r"`torch\.distributed\.\w+` is deprecated",  # Megatron's collectives
+        "`load_state_dict` is deprecated",  # its way to load a checkpoint
+        "Please use DTensor instead",  # torch, of what Megatron saves
+        "If you are using transformer_engine as the transformer impl",  # recompute
+        r"The \.grad attribute of a Tensor that is not a leaf",  # its zero_grad
+        ".*but tensor model parallel size is 1",  # of experts, with ETP 1
+        "moe_enable_deepep is deprecated",  # slime's scripts and recipes have it
+    ):
+        warnings.filterwarnings("ignore", message)
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
     saving = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
     saving.addFilter(

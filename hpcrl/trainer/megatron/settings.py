@@ -18,8 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,11 +64,11 @@ def resolve_settings(
         machine: on which the model will be trained (None: this one).
     """
     machine = machine or Machine.here()
-    settled = gather_table(
-        "megatron", options.megatron, "[megatron]"
-    )  # names that a machine without Megatron took as they were
-    given = {name: _coerced(name, value) for name, value in check_model_args(settled, model, gpt).items()}
-    capabilities.check_capabilities(given, _dataclass_defaults(), machine)
+    # once more: a machine without Megatron took names and values as they were
+    settled = gather_table("megatron", options.megatron, "[megatron]")
+    defaults = _dataclass_defaults()
+    given = {name: _coerced(value, defaults[name]) for name, value in check_model_args(settled, model, gpt).items()}
+    capabilities.check_capabilities(given, defaults, machine)
     if flag := replay_flag(options):
         check_replay(given, flag)
     fusions = choose_fusions(given, model, machine, flag or "", options.log_probs_chunk_size > 0)
@@ -81,7 +79,8 @@ def resolve_settings(
     merged = {**_defaults(machine, given), **model, **given, **fusions.settings, **fixed}
     merged["activation_func"] = ACTIVATIONS[merged["activation_func"]]
     classes = (config_class(merged), *CLASSES[1:])
-    return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in classes), fusions)
+    names = ({field.name for field in dataclasses.fields(cls) if field.init} for cls in classes)
+    return Settings(*({k: v for k, v in merged.items() if k in own} for own in names), fusions)
 
 
 def config_class(fields: Mapping[str, Any]) -> type[TransformerConfig]:
@@ -89,21 +88,19 @@ def config_class(fields: Mapping[str, Any]) -> type[TransformerConfig]:
     return MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
 
 
-def construct(cls: type, values: Mapping[str, Any]) -> Any:
-    """cls(**values); what its own checks refuse is a UsageError."""
-    try:
-        return cls(**values)
-    except (AssertionError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        raise UsageError(f"Megatron's {cls.__name__} refuses these settings: {' '.join(str(error).split())}") from error
-
-
 @contextlib.contextmanager
 def refusals(what: str) -> Iterator[None]:
     """Around building `what`: what Megatron's own checks refuse is a UsageError, not a traceback."""
     try:
         yield
-    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
-        raise UsageError(f"Megatron refuses these settings for {what}: {' '.join(str(error).split())}") from error
+    except (AssertionError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise UsageError(f"Megatron refuses {what}: {' '.join(str(error).split())}") from error
+
+
+def construct(cls: type, values: Mapping[str, Any]) -> Any:
+    """cls(**values); what its own checks refuse is a UsageError."""
+    with refusals(f"these settings of its {cls.__name__}"):
+        return cls(**values)
 
 
 # ---- what hpcrl sets
@@ -175,22 +172,11 @@ def _fixed(options: Options) -> dict[str, Any]:
 # ---- what the user gives
 
 
-def _coerced(name: str, value: Any) -> Any:
-    """A dtype or a member of an enumeration by its name in a flag or TOML; other values, whose types `settle_value`
-    has checked, as they are."""
-    hint = next(_fields(cls)[name] for cls in CLASSES if name in _fields(cls))
-    for choice in _members(hint) if isinstance(value, str) else ():
-        if choice is torch.dtype and value in DTYPES:
-            return DTYPES[value]
-        if isinstance(choice, type) and issubclass(choice, enum.Enum) and value in choice.__members__:
-            return choice[value]
-    return value
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that a union names, or the type itself."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return tuple(m for part in typing.get_args(hint) for m in _members(part)) if union else (hint,)
+def _coerced(value: Any, default: Any) -> Any:
+    """A dtype or a member of an enumeration by its name in a flag or TOML, where the field's default is one."""
+    if isinstance(value, str) and isinstance(default, torch.dtype):
+        return DTYPES[value]
+    return type(default)[value] if isinstance(value, str) and isinstance(default, enum.Enum) else value
 
 
 def _dataclass_defaults() -> dict[str, Any]:
@@ -201,17 +187,6 @@ def _dataclass_defaults() -> dict[str, Any]:
             made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
             found[field.name] = None if made is dataclasses.MISSING else made
     return found
-
-
-_HINTS: dict[type, dict[str, Any]] = {}
-
-
-def _fields(cls: type) -> dict[str, Any]:
-    """Names and types of a dataclass's fields."""
-    if cls not in _HINTS:
-        hints = typing.get_type_hints(cls)
-        _HINTS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
-    return _HINTS[cls]
 
 
 STAGES = "--num-virtual-stages-per-pipeline-rank"
@@ -277,15 +252,8 @@ def _stages(options: Options, fields: Mapping[str, Any]) -> int | None:
     if layout := fields.get("pipeline_model_parallel_layout"):
         if per_stage or stages or any(fields.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")):
             raise UsageError("--pipeline-model-parallel-layout says which layer is where", "leave the other cuts out")
-        return _of_layout(layout, size)
-    if per_stage:
+        with refusals(f"--pipeline-model-parallel-layout {layout}"):
+            stages = PipelineParallelLayerLayout(layout, size).virtual_pipeline_model_parallel_size
+    elif per_stage:
         stages = layers // (size * per_stage)
     return stages if stages and stages > 1 else None
-
-
-def _of_layout(layout: Any, size: int) -> int | None:
-    try:
-        stages = PipelineParallelLayerLayout(layout, size).virtual_pipeline_model_parallel_size
-    except (AssertionError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--pipeline-model-parallel-layout {layout}: {error}") from error
-    return stages if stages > 1 else None

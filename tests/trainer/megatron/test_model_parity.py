@@ -451,7 +451,7 @@ REFUSED = [
     ({"megatron": {"recompute_granularity": "full"}}, "--recompute-granularity full without --recompute-method"),
     (
         {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["nonsense"]}},
-        "Megatron's TransformerConfig refuses these settings: Invalid choices",
+        "Megatron refuses these settings of its TransformerConfig: Invalid choices",
     ),
     ({"hf_checkpoint": None}, "--hf-checkpoint is not given"),
 ]
