@@ -153,7 +153,8 @@ def _flags_for(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any]) -> di
         UsageError: for those of another stage.
     """
     of_stages = {name: value for name, value in overrides.items() if split_name(name)[0]}
-    for name in recipe.placed(of_stages):
+    recipe.check_flags(of_stages)
+    for name in of_stages:
         if split_name(name)[0] != stage.name:
             shown = stage_flag(*split_name(name))
             raise UsageError(

@@ -53,7 +53,7 @@ more
   hpcrl --version
 examples
   hpcrl run examples/quickstart.toml
-  hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --eval-interval 5 --run-dir runs/short
+  hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --grpo.eval-interval 5 --run-dir runs/short
   hpcrl run examples/quickstart.toml --recompute-granularity selective --vllm-max-num-seqs 64
 
 A recipe is a TOML file, or the folder of it that init made; without one, recipe.toml of this directory. Its keys are

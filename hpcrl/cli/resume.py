@@ -145,11 +145,11 @@ def with_layout(job: RunJob, flags: Mapping[str, Any]) -> tuple[RunJob, dict[str
         )
     stage = current_stage(job)
     number = job.recipe.stages.index(stage)
-    placed = job.recipe.placed(flags)
     file = job.directory(stage) / "options.json"
     begun = read_options(RunDir(file.parent)) if file.is_file() else job.stages[number]
-    void = _void(begun.model_copy(update=flags_of(placed, stage.name)), flags_of(placed, stage.name))
-    placed |= {f"{stage.name}.{name}" if stage.name else name: value for name, value in void.items()}
+    given = flags_of(flags, stage.name)
+    void = _void(begun.model_copy(update=given), given)
+    placed = flags | {f"{stage.name}.{name}" if stage.name else name: value for name, value in void.items()}
     changed = replace(job, overrides=replace_flags(job.overrides, placed))
     given = flags_of(placed, stage.name)
     before, after = job.stages[number], changed.stages[number]

@@ -29,7 +29,6 @@ from hpcrl.launch.slurm.jobs import can_submit
 from hpcrl.launch.slurm.partitions import responds
 from hpcrl.launch.slurm.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
 from hpcrl.launch.slurm.submit import SCRIPT, SECONDS, preview_script, script_by_hand, test_only
-from hpcrl.report.progress import say
 from hpcrl.utils.untrusted_files import read_system
 
 USAGE = """\
@@ -91,7 +90,6 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
             f"hpcrl: note: {shown_flags(fitted)}: nodes of site {site.name} have {site.trainer.gpus_per_node} GPUs",
             file=sys.stderr,
         )
-    given = overrides
     overrides = site.options(recipe, overrides)
     chain = own.get("chain", 1)
     if chain > 1 and own.get("print"):
@@ -113,8 +111,6 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     if can_submit():
         _note_place(shown)
     submission, jobs = submit_new(recipe, overrides, site, chain)
-    for line in recipe.reach(given):
-        say(f"note: {line}")
     say_submitted(submission, jobs)
     _note_site(site)
     return 0

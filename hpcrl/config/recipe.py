@@ -7,10 +7,9 @@
     name = "sft"
     loss_type = "sft_loss"
 
-A flag goes before the stage's table, which goes before the top of the recipe; `stage_flags.py` says in which
-stages it counts.  Placeholders in text: {prepared} is RUN/prepared, {recipe} the recipe's directory, {run} the run
-directory, {python} this interpreter; in `prepare` also any option by its name, such as {seed}.  Invariant: pure
-functions; whatever they return has been checked as a whole.
+A flag goes before the stage's table, which goes before the top of the recipe.  Placeholders in text: {prepared} is
+RUN/prepared, {recipe} the recipe's directory, {run} the run directory, {python} this interpreter; in `prepare` also any
+option by its name, such as {seed}.  Invariant: pure functions; whatever they return has been checked as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.rules.run import check_run_dir
 from hpcrl.config.rules.values import build_options
 from hpcrl.config.setting_names import gather, own, spell
-from hpcrl.config.stage_flags import flags_of, place_flags, reach, split_name, spread_flags, stage_flag
+from hpcrl.config.stage_flags import check_stages, flags_of, split_name, stage_flag
 from hpcrl.errors import UsageError, parts_of, raise_together
 from hpcrl.utils.shipped_files import copy_hint
 from hpcrl.utils.untrusted_files import as_given, parse_toml, read_given
@@ -92,21 +91,9 @@ class Recipe:
         places |= self.places({"run": str(run), "prepared": str(run / "prepared")}) | {"python": python}
         return [[_fill(word, places) for word in command] for command in self.prepare]
 
-    def placed(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags under the stages that they count in.
-
-        Raises:
-            UsageError: for those that no stage, or more than one, can be meant by.
-        """
-        return place_flags(flags, self._tables(), self.path.name)
-
-    def reach(self, flags: Mapping[str, Any]) -> list[str]:
-        """What is worth a word of where plain flags count: see `stage_flags.reach`."""
-        return reach(flags, self._tables())
-
-    def spread(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags that a run directory holds, as `placed` would have them: its plain ones count in all stages."""
-        return spread_flags(flags, self._tables())
+    def check_flags(self, flags: Mapping[str, Any]) -> None:
+        """Raise UsageError for flags of stages that there are not."""
+        check_stages(flags, [stage.name for stage in self.stages], self.path.name)
 
     def options_set(self, flags: Mapping[str, Any]) -> set[str]:
         """The options that recipe or flags set, for whichever stage."""
@@ -115,9 +102,6 @@ class Recipe:
             *(split_name(name)[1] for name in flags),
             *(key for stage in self.stages for key in stage.values),
         }
-
-    def _tables(self) -> dict[str, dict[str, Any]]:
-        return {stage.name: stage.values for stage in self.stages}
 
     def places(self, given: Mapping[str, str]) -> dict[str, str]:
         """All placeholders, given those that depend on the run."""
@@ -214,12 +198,13 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
     Raises:
         UsageError: names the stage.
     """
-    everywhere, placed = recipe.places(places), recipe.placed(overrides)
-    built = tuple(_build(recipe, stage, placed, everywhere) for stage in recipe.stages)
-    plain = [name for name in placed if not split_name(name)[0]]
+    recipe.check_flags(overrides)
+    everywhere = recipe.places(places)
+    built = tuple(_build(recipe, stage, overrides, everywhere) for stage in recipe.stages)
+    plain = [name for name in overrides if not split_name(name)[0]]
     shared = {*recipe.values, *plain}.intersection(*map(inert, built))
     for stage, options in zip(recipe.stages, built, strict=True):
-        own_flags = [split_name(name)[1] for name in placed if name not in plain and split_name(name)[0] == stage.name]
+        own_flags = [split_name(name)[1] for name in overrides if stage.name and split_name(name)[0] == stage.name]
         try:
             check_options(options, [*stage.values, *own_flags, *sorted(shared)])
         except UsageError as error:
@@ -231,21 +216,17 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
 
 def files_of(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, FunctionFile]:
     """What each FILE.py:FUNCTION of the stages is, by its text; for the run that is begun now, and `Recipe.files`."""
-    placed, everywhere = recipe.placed(overrides), recipe.places(places)
+    everywhere = recipe.places(places)
     found: dict[str, FunctionFile] = {}
     for stage in recipe.stages:
-        values = _expand(_merged(recipe, stage, placed), everywhere)
+        values = _expand(_merged(recipe, stage, overrides), everywhere)
         found |= function_files(values, POINTS)
     return found | dict(recipe.files)
 
 
-def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapping[str, str]) -> Options:
-    """Merge and validate, without looking at what options say together.
-
-    Args:
-        placed: flags, under the stages that they count in.
-    """
-    merged = _merged(recipe, stage, placed)
+def _build(recipe: Recipe, stage: Stage, flags: Mapping[str, Any], places: Mapping[str, str]) -> Options:
+    """Merge and validate, without looking at what options say together."""
+    merged = _merged(recipe, stage, flags)
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
     settled = with_own_settings(_expand(merged, places), Options.model_fields)
@@ -256,17 +237,13 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
         limits = {name: factor * limits.get(name, Options.model_fields[name].default) for name in names}
     settled = limits | settled
     merged = with_function_files(settled, POINTS, recipe.files)
-    return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
+    return build_options(merged, lambda name: f"{_origin(recipe, stage, flags, name)} {spell(merged[name])}")
 
 
-def _merged(recipe: Recipe, stage: Stage, placed: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stage, as they are written.
-
-    Args:
-        placed: flags, under the stages that they count in.
-    """
+def _merged(recipe: Recipe, stage: Stage, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a stage, as they are written."""
     merged: dict[str, Any] = {"name": recipe.name}
-    for values in (recipe.values, stage.values, flags_of(placed, stage.name)):
+    for values in (recipe.values, stage.values, flags_of(flags, stage.name)):
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
         merged |= {**values, **tables}
     return {name: _own_path(name, value) for name, value in merged.items()}
@@ -281,11 +258,11 @@ def _own_path(name: str, value: Any) -> Any:
     return ours(value, flag(name)) or None if isinstance(value, str) else value
 
 
-def _origin(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], name: str) -> str:
+def _origin(recipe: Recipe, stage: Stage, flags: Mapping[str, Any], name: str) -> str:
     """Where the value of an option comes from, for an error."""
-    if stage.name and f"{stage.name}.{name}" in placed:
+    if stage.name and f"{stage.name}.{name}" in flags:
         return stage_flag(stage.name, name)
-    if name in placed or recipe.text is not None:
+    if name in flags or recipe.text is not None:
         return flag(name)
     inside = f": stage {stage.name}" if name in stage.values else ""
     return f"{recipe.path.name}{inside}: {name} ="

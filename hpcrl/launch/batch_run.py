@@ -339,7 +339,7 @@ def _clock(at: float) -> str:
 def refuse_other_options(job: RunJob, overrides: dict[str, Any]) -> None:
     """Raise UsageError if the run began with other options: it resumes with those, and these have no effect.
     --live-code has (`_switch_code`)."""
-    begun, given = read_recipe_file(job.root).overrides, msgspec.to_builtins(job.recipe.placed(overrides))
+    begun, given = read_recipe_file(job.root).overrides, msgspec.to_builtins(overrides)
     names = sorted({*begun, *given} - {"run_dir"})  # the directory is this one, however it is written
     names = [name for name in names if split_name(name)[1] != "live_code"]
     if other := next((name for name in names if begun.get(name) != given.get(name)), None):

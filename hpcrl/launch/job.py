@@ -208,7 +208,7 @@ def begin_job(
         pythonpath: see `begin_code`.
     """
     root = directory_of(recipe, overrides)
-    job = RunJob(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
+    job = RunJob(recipe, overrides, root, uuid.uuid4().hex)
     sight = HostView(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
     refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
@@ -281,7 +281,7 @@ def reopen_job(root: Path) -> RunJob:
     begun = read_recipe_file(root)
     files = {text: FunctionFile(*file) for text, file in begun.files.items()}
     recipe = replace(load_recipe(root / COPY, origin=Path(begun.path)), files=files)
-    return RunJob(recipe, recipe.spread(begun.overrides), as_given(root), begun.identity)
+    return RunJob(recipe, begun.overrides, as_given(root), begun.identity)
 
 
 # ---- before the first stage

@@ -21,7 +21,6 @@ from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.launch.roles import role_environment
 from hpcrl.launch.user_code.snapshot import resume_code
 from hpcrl.plan import Host, Plan, local_hosts
-from hpcrl.report.progress import say
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
@@ -96,6 +95,4 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
         return run_job(job, Local(), begin=partial(resume_code, job.root, overrides.get("live_code")))
     assert recipe is not None
     job = begin_job(recipe, for_this_machine(recipe, overrides), one_host)
-    for line in recipe.reach(overrides):
-        say(f"note: {line}")
     return run_job(job, Local())

@@ -19,14 +19,10 @@ def fitted_nodes(recipe: Recipe, flags: Mapping[str, Any], gpus: int | None) -> 
     """The options, by stage, that put the recipe's trainers on nodes of `gpus` GPUs; {} where they fit as they are.
 
     A stage is left alone whose nodes a flag sets, or whose nodes do not divide so.
-
-    Raises:
-        UsageError: for a flag that could mean more than one stage.
     """
     found: dict[str, Any] = {}
-    placed = recipe.placed(flags)
     for stage in recipe.stages if gpus else ():
-        own = flags_of(placed, stage.name)
+        own = flags_of(flags, stage.name)
         values = {**recipe.values, **stage.values}
         nodes, each = (values.get(name, Options.model_fields[name].default) for name in (NODES, EACH))
         if NODES in own or EACH in own or each <= gpus or nodes * each % gpus:

@@ -75,7 +75,7 @@ def begun(tmp_path: Path, text: str, **flags: Any) -> Path:
     (tmp_path / "r.toml").write_text(text)
     recipe, root = load_recipe(tmp_path / "r.toml"), tmp_path / "run"
     RunDir.create(root)
-    write_recipe_file(root, RecipeFile("identity", str(recipe.path), recipe.placed(flags)), text)
+    write_recipe_file(root, RecipeFile("identity", str(recipe.path), flags), text)
     job = reopen_job(root)
     for stage, options in zip(job.recipe.stages, job.stages, strict=True):
         job.directory(stage).mkdir(exist_ok=True)

@@ -1,15 +1,11 @@
-"""Flags of a recipe with stages: --STAGE.option, which stages a plain flag counts in, and what a run directory keeps of
-it."""
+"""Flags of a recipe with stages: --STAGE.option in one, --option in all, and what a run directory keeps of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpcrl.cli.evaluate import recipe_for
 from hpcrl.cli.main import HELP
@@ -17,7 +13,6 @@ from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.slime.verbatim import recipe_of
-from hpcrl.config.stage_flags import flags_of, place_flags, reach, spread_flags
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import begin_job, reopen_job
 from hpcrl.run.started_runs import RECIPE, RecipeFile
@@ -40,50 +35,17 @@ def test_a_flag_of_a_stage_counts_there_alone() -> None:
 
 
 def test_plain_flag_scope() -> None:
-    """A plain flag applies to the stages that set its option, or else to all."""
-    sft, grpo = resolved("--eval-interval 6 --lr-decay-style linear --seed 7 --vllm-max-num-seqs 64")
-    assert (sft.eval_interval, grpo.eval_interval, sft.lr_decay_style, grpo.lr_decay_style) == (
-        None,
-        6,
-        "linear",
-        "constant",
-    )
+    """A plain flag applies to every stage, also where its table sets the option; that of a stage comes before it."""
+    sft, grpo = resolved("--lr 1e-3 --save-interval 5 --sft.save-interval 6 --seed 7 --vllm-max-num-seqs 64")
+    assert (sft.lr, grpo.lr, sft.save_interval, grpo.save_interval) == (1e-3, 1e-3, 6, 5)
     assert (sft.seed, grpo.seed) == (7, 7) and sft.vllm == grpo.vllm == {"max_num_seqs": 64}
-
-
-def test_what_several_stages_set_alike_counts_in_those() -> None:
-    stages = {"a": {"lr": 1.0, "vllm": {"max_num_seqs": 1}}, "b": {}, "c": {"lr": 1.0}}
-    assert place_flags({"lr": 2.0, "c.lr": 3.0}, stages, "r.toml") == {"a.lr": 2.0, "c.lr": 3.0}
-    assert place_flags({"vllm": {"max_num_seqs": 2, "seed": 3}}, stages, "r.toml") == {
-        "a.vllm": {"max_num_seqs": 2},
-        "vllm": {"seed": 3},
-    }
-
-
-def test_a_flag_says_which_stages_it_reaches() -> None:
-    """Of several stages, by a note; not where one stage alone is meant, nor of what the run alone has."""
-    recipe = load_recipe(QUICK)
-    told = recipe.reach(
-        parse_flags("--seed 7 --eval-interval 6 --vllm-max-num-seqs 2 --run-dir x --grpo.lr 1".split())[0]
-    )
-    assert [line.partition(";")[0] for line in told] == [
-        "--seed counts in all stages, sft, grpo",
-        "--vllm-max-num-seqs counts in all stages, sft, grpo",
-    ]
-    assert all(line.endswith(" in one") and "--grpo." in line for line in told)
-    alike = {"a": {"lr": 1.0}, "b": {}, "c": {"lr": 1.0}}
-    assert reach({"lr": 2.0}, alike) == ["--lr counts in a and c; --c.lr in one"]
-    assert reach({"lr": 2.0}, {"": {}}) == []
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "--lr 1",
-            "^--lr: 2 stages of quickstart.toml.*different values; write --sft.lr or --grpo.lr, or both to set both$",
-        ),
-        ("--num-rollout 9 --lr 1", "2 things are wrong"),
+        ("--grop.lr 1 --warm.lr 1", "2 things are wrong"),
+        ("--eval-interval 6", "stage sft: --eval-interval needs held-out prompts"),
         ("--grop.lr 1", r"^--grop.lr: quickstart.toml.*stage grop; did you.*--grpo.lr\?"),
         ("--warm.lr 1", "stages are sft, grpo"),
         ("--grpo.lrr 1", r"^--grpo.lrr.*unknown option; did you.*--grpo.lr\?"),
@@ -106,34 +68,6 @@ def test_a_recipe_without_stages_has_none_to_name() -> None:
         recipe_of(["--sft.lr", "1"], {})
 
 
-NAMES = st.sampled_from(["lr", "seed", "vllm", "a.lr", "b.lr", "b.seed", "a.vllm"])
-TABLE = st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 3), min_size=1)
-
-
-def _valued(name: str) -> st.SearchStrategy[Any]:
-    return TABLE if name.endswith("vllm") else st.integers(0, 3)
-
-
-FLAGS = st.sets(NAMES).flatmap(lambda names: st.fixed_dictionaries({name: _valued(name) for name in sorted(names)}))
-STAGE = st.sets(st.sampled_from(["lr", "seed", "vllm"])).flatmap(
-    lambda names: st.fixed_dictionaries({name: _valued(name) for name in sorted(names)})
-)
-
-
-@given(FLAGS, st.fixed_dictionaries({"a": STAGE, "b": STAGE}))
-def test_what_is_kept_resumes_as_it_began(flags: dict[str, Any], stages: dict[str, dict[str, Any]]) -> None:
-    """What `place_flags` made is a fixed point of itself and of `spread_flags`; old flags spread to what they set in
-    each stage."""
-    try:
-        placed = place_flags(flags, stages, "r.toml")
-    except UsageError:
-        placed = {}
-    assert place_flags(placed, stages, "r.toml") == placed == spread_flags(placed, stages)
-    plain = {name: value for name, value in flags.items() if "." not in name}
-    old = place_flags(spread_flags(plain, stages), stages, "r.toml")
-    assert [flags_of(old, stage) for stage in stages] == [plain, plain]
-
-
 def test_the_script_of_a_job_gives_the_same_flags() -> None:
     words = "--grpo.lr 2e-5 --grpo.vllm-max-num-seqs 64 --seed 7 --no-bf16 --grpo.colocate --rollout-stop a b"
     flags, _, _ = parse_flags(words.split())
@@ -141,8 +75,8 @@ def test_the_script_of_a_job_gives_the_same_flags() -> None:
 
 
 def test_run_keeps_flag_scope(tmp_path: Path) -> None:
-    """A run keeps the scope of its flags; an old one keeps what they meant then."""
-    flags, _, _ = parse_flags(["--eval-interval", "6", "--sft.lr", "1e-3", "--seed", "7"])
+    """A run keeps the scope of its flags."""
+    flags, _, _ = parse_flags(["--grpo.eval-interval", "6", "--sft.lr", "1e-3", "--seed", "7"])
     job = begin_job(load_recipe(QUICK), flags | {"run_dir": str(tmp_path / "new")}, here=False)
     again = reopen_job(job.root)
     assert (
@@ -151,10 +85,8 @@ def test_run_keeps_flag_scope(tmp_path: Path) -> None:
         and again.stages[1].eval_interval == 6
     )
     kept = msgspec.json.decode((job.root / RECIPE).read_bytes(), type=RecipeFile)
-    old = RecipeFile(
-        kept.identity, kept.path, {"lr": 1e-4, "seed": 7}
-    )  # as they were stored when flags counted in all stages
-    (job.root / RECIPE).write_bytes(msgspec.json.encode(old))
+    plain = RecipeFile(kept.identity, kept.path, {"lr": 1e-4, "seed": 7})
+    (job.root / RECIPE).write_bytes(msgspec.json.encode(plain))
     assert [(o.lr, o.seed) for o in reopen_job(job.root).stages] == [(1e-4, 7), (1e-4, 7)]
 
 
