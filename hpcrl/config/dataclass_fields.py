@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Optional, Union
 
-from hpcrl.config.value_types import Kind, union
+from hpcrl.config.value_types import Kind, kind_of
 from hpcrl.utils.untrusted_files import read_given
 
-_PLAIN = {
-    "bool": "bool",
-    "int": "int",
-    "float": "float",
-    "str": "str",
-    "Any": "any",
-    "dict": "object",
-    "Dict": "object",
+#: names in annotations -> what they stand for; each kind of list is one
+_KNOWN: dict[str, Any] = {
+    **{plain.__name__: plain for plain in (bool, int, float, str, dict)},
+    **dict.fromkeys(("list", "List", "set", "Set", "tuple", "Tuple", "Sequence"), list),
+    **dict.fromkeys(("type", "Callable", "ContextManager"), type),
+    "Dict": dict,
+    "Optional": Optional,
+    "Union": Union,
+    "Literal": Literal,
+    "dtype": Literal["fp32", "bf16", "fp16", "fp8"],
 }
-_LISTS = {"list", "List", "set", "Set", "tuple", "Tuple", "Sequence"}
-_OPEN, _UNWRITABLE = Kind("any"), Kind("none")
 
 
 @dataclass(frozen=True)
@@ -111,30 +111,27 @@ def _find(module: _Module | None, name: str, depth: int = 8) -> tuple[_Module, a
     return _find(_module(base), original, depth - 1)
 
 
+@cache
 def read_fields(module: str, cls: str) -> dict[str, Setting] | None:
     """Fields of `cls` in `module` (bases not included), in order; None if the package or class is not there."""
     found = _find(_module(module), cls)
     if found is None or not isinstance(found[1], ast.ClassDef):
         return None
-    return _fields(found[0].name, found[1].name)
-
-
-@cache
-def _fields(module: str, cls: str) -> dict[str, Setting]:
-    source = _module(module)
-    body = source.names[cls].body  # type: ignore[union-attr]
-    settings = {}
+    source, body, settings = found[0], found[1].body, {}
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
             doc = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             help = " ".join(str(doc).split())
-            settings[node.target.id] = _setting(source, node, help, cls)
+            settings[node.target.id] = _setting(source, node, help, found[1].name)
     return settings
 
 
 def _setting(module: _Module, node: ast.AnnAssign, help: str, cls: str) -> Setting:
     default, spellings = _default(node.value)
-    setting = Setting(node.target.id, kind_of(module, node.annotation), default, help, cls, spellings)
+    kind = kind_of(_hint(module, node.annotation))
+    if kind.lone:  # Megatron also takes an expression there, such as ([0]*3+[1]*45)
+        kind = Kind("any", optional=kind.optional)
+    setting = Setting(node.target.id, kind, default, help, cls, spellings)
     origin = _borrowed(module, node.value)
     if origin is None:
         return setting
@@ -163,88 +160,43 @@ def _borrowed(module: _Module, value: ast.expr | None) -> Setting | None:
             pass
         case _:
             return None
-    found = _find(module, cls)
-    if found is None or not isinstance(found[1], ast.ClassDef):
-        return None
-    return _fields(found[0].name, found[1].name).get(field)
+    return (read_fields(module.name, cls) or {}).get(field)
 
 
 # ---- annotations
 
 
-def kind_of(module: _Module | None, node: ast.expr) -> Kind:
-    """The kind of an annotation in source; names are followed to aliases and enumerations."""
+def _hint(module: _Module, node: ast.expr) -> Any:
+    """An annotation as a type; `object` for what cannot be told."""
     match node:
-        case ast.Constant(value=None):
-            return Kind("none", optional=True)
         case ast.Constant(value=str(text)):
-            return kind_of(module, ast.parse(text, mode="eval").body)
-        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
-            return _either([kind_of(module, left), kind_of(module, right)])
-        case ast.Subscript(value=outer, slice=inner):
-            return _subscript(module, ast.unparse(outer).rpartition(".")[2], inner)
-        case ast.Attribute(attr="dtype"):
-            return Kind("str", choices=("fp32", "bf16", "fp16", "fp8"))
+            return _hint(module, ast.parse(text, mode="eval").body)
+        case ast.Constant(value=value):
+            return value if value in (None, ...) else object
         case ast.Name(id=name):
-            return _named(module, name)
-    return _OPEN
+            return _KNOWN[name] if name in _KNOWN else _named(module, name)
+        case ast.Attribute(attr=name):
+            return _KNOWN.get(name, object)
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
+            return Union[_hint(module, left), _hint(module, right)]  # noqa: UP007  (of values)
+        case ast.Subscript(value=outer, slice=inner):
+            whole = _hint(module, outer)
+            parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            if whole is Literal:
+                values = tuple(p.value if isinstance(p, ast.Constant) else _hint(module, p) for p in parts)
+                return object if object in values else Literal[values]
+            if whole in (list, Union, Optional):
+                args = tuple(_hint(module, part) for part in parts)
+                return Union[(*args, None)] if whole is Optional else whole[args]
+            return whole if whole in (dict, type) else object
+    return object
 
 
-def _subscript(module: _Module | None, outer: str, inner: ast.expr) -> Kind:
-    parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-    if outer == "Optional":
-        return replace(kind_of(module, inner), optional=True)
-    if outer == "Union":
-        return _either([kind_of(module, part) for part in parts])
-    if outer == "Literal":
-        return _literal(module, parts)
-    if outer in _LISTS:
-        one = _either([kind_of(module, p) for p in parts if not (isinstance(p, ast.Constant) and p.value is Ellipsis)])
-        return _OPEN if one.many or one.base in ("any", "none") else replace(one, many=True)
-    if outer in ("dict", "Dict"):
-        return Kind("object")
-    return _UNWRITABLE if outer in ("Callable", "type") else _OPEN
-
-
-def _either(parts: list[Kind]) -> Kind:
-    kinds = [replace(p, optional=False) for p in parts if p.base != "none"]
-    optional = any(p.optional for p in parts)
-    return replace(union(kinds), optional=optional) if kinds else replace(_UNWRITABLE, optional=optional)
-
-
-def _literal(module: _Module | None, parts: list[ast.expr]) -> Kind:
-    """Literal[...], whose members may name other aliases."""
-    values: list[str | int] = []
-    for part in parts:
-        if isinstance(part, ast.Constant) and isinstance(part.value, (str, int)):
-            values.append(part.value)
-        elif isinstance(part, ast.Name) and (inner := _named(module, part.id)).choices:
-            values += inner.choices
-        else:
-            return _OPEN
-    whole = all(isinstance(v, int) for v in values)
-    return (
-        Kind("int" if whole else "str", choices=tuple(values))
-        if whole or all(isinstance(v, str) for v in values)
-        else _OPEN
-    )
-
-
-def _named(module: _Module | None, name: str) -> Kind:
-    if name in _PLAIN:
-        return Kind(_PLAIN[name])
-    if name in ("list", "List", "set"):
-        return _OPEN
-    if name in ("Callable", "ContextManager"):
-        return _UNWRITABLE
+def _named(module: _Module, name: str) -> Any:
+    """What a name of a module stands for: aliases and enumerations are followed."""
     match _find(module, name):
-        case (where, ast.Assign(value=value)):
-            return kind_of(where, value)
-        case (where, ast.AnnAssign(value=ast.expr() as value)):
-            return kind_of(where, value)
-        case (where, ast.ClassDef() as cls) if any("Enum" in ast.unparse(base) for base in cls.bases):
-            members = [
-                n.targets[0].id for n in cls.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
-            ]
-            return Kind("str", choices=tuple(m for m in members if not m.startswith("_")))
-    return _OPEN
+        case (where, ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value)):
+            return _hint(where, value)
+        case (_, ast.ClassDef() as cls) if any("Enum" in ast.unparse(base) for base in cls.bases):
+            return Literal[tuple(name for name, _ in _top_level(cls.body) if not name.startswith("_"))]
+    return object

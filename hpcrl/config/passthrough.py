@@ -194,10 +194,8 @@ def spellings(table: Table) -> dict[str, Target]:
     """
     found: dict[str, Target] = {}
     for setting in (settings(table) or {}).values():
-        if table == "vllm":
-            found |= _vllm_flags(setting)
-        elif setting.name not in Options.model_fields:
-            found |= _megatron_flags(setting)
+        if table == "vllm" or setting.name not in Options.model_fields:
+            found |= _flags(table, setting)
     if table == "megatron" and found:
         found |= {
             flag: _irregular(flag, found.get(dashed(field)))
@@ -241,26 +239,15 @@ def _irregular(flag: str, regular: Target | None) -> Target:
     return Target("megatron", field, Kind("bool"), value)
 
 
-def _megatron_flags(setting: Setting) -> dict[str, Target]:
-    """Megatron's rule: --x; a switch that is on is turned off by --no-x or --disable-x, or by the name that it
-    declares."""
-    name = dashed(setting.name)
-    if setting.kind.base != "bool" or setting.kind.many:
-        return {flag: Target("megatron", setting.name, setting.kind) for flag in (name, *setting.spellings)}
-    flags = {name: True, f"no-{name}": False} | ({f"disable-{name}": False} if setting.on_by_default else {})
-    flags |= dict.fromkeys(setting.spellings, not setting.on_by_default)
-    return {flag: Target("megatron", setting.name, setting.kind, value) for flag, value in flags.items()}
-
-
-def _vllm_flags(setting: Setting) -> dict[str, Target]:
-    """vLLM's rule, behind the prefix: --vllm-x, and --vllm-no-x for a switch."""
-    name = dashed(setting.name)
-    if setting.kind.base != "bool" or setting.kind.many:
-        return {f"vllm-{name}": Target("vllm", setting.name, setting.kind)}
-    return {
-        f"vllm-{name}": Target("vllm", setting.name, setting.kind, True),
-        f"vllm-no-{name}": Target("vllm", setting.name, setting.kind, False),
-    }
+def _flags(table: Table, setting: Setting) -> dict[str, Target]:
+    """--x, behind a prefix where it is vLLM's; a switch is turned off by --no-x, one of Megatron's that is on also by
+    --disable-x or the name that it declares."""
+    name, prefix = dashed(setting.name), "vllm-" if table == "vllm" else ""
+    flags: dict[str, bool | None] = dict.fromkeys((name, *setting.spellings))
+    if setting.kind.base == "bool" and not setting.kind.many:
+        flags = {name: True, f"no-{name}": False} | dict.fromkeys(setting.spellings, not setting.on_by_default)
+        flags |= {f"disable-{name}": False} if table == "megatron" and setting.on_by_default else {}
+    return {f"{prefix}{flag}": Target(table, setting.name, setting.kind, value) for flag, value in flags.items()}
 
 
 def refuse_owned(table: Table, flag: str, shown: str) -> None:

@@ -34,7 +34,7 @@ _NOUNS = {
     "bool": "true or false",
 }
 _METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "object": "JSON", "any": "VALUE", "bool": "", "none": ""}
-_PLAIN: dict[Any, Base] = {bool: "bool", int: "int", float: "float", str: "str", Any: "any"}
+_PLAIN: dict[Any, Base] = {bool: "bool", int: "int", float: "float", str: "str", dict: "object", type: "none"}
 
 _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
@@ -174,21 +174,20 @@ def union(kinds: Iterable[Kind]) -> Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """The kind of a Python type annotation, as options.py declares them."""
-    origin = typing.get_origin(annotation)
-    args = typing.get_args(annotation)
+    """The kind of a Python type annotation; of a type that cannot be told it is left open."""
+    origin = typing.get_origin(annotation) or annotation
+    args = [a for a in typing.get_args(annotation) if a is not Ellipsis]
     if origin in (types.UnionType, typing.Union):
-        parts = [kind_of(a) for a in args if a is not type(None)]
+        parts = [kind for a in args if a is not type(None) and (kind := kind_of(a)).base != "none"]
         if len(parts) == 2 and parts[1] == replace(parts[0], many=True):
             return replace(parts[1], lone=True, optional=type(None) in args)
-        return replace(union(parts), optional=type(None) in args)
+        return replace(union(parts) if parts else Kind("none"), optional=type(None) in args)
     if origin is Literal:
-        return Kind("int" if all(isinstance(a, int) for a in args) else "str", choices=args)
+        return Kind("int" if all(isinstance(a, int) for a in args) else "str", choices=tuple(args))
     if origin is list:
-        return replace(kind_of(args[0]), many=True)
-    if origin is dict:
-        return Kind("object")
-    return Kind(_PLAIN[annotation])
+        one = union(kind_of(a) for a in args)
+        return Kind("any") if one.many or one.base in ("any", "none") else replace(one, many=True)
+    return Kind(_PLAIN.get(origin, "any"))
 
 
 def read_json_word(word: str) -> Any:

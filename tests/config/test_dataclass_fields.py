@@ -75,7 +75,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         file.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     yield "fakepackage"
-    for cached in (dataclass_fields.locate, dataclass_fields._module, dataclass_fields._fields):
+    for cached in (dataclass_fields.locate, dataclass_fields._module, read_fields):
         cached.cache_clear()
 
 

@@ -21,7 +21,7 @@ FORGOTTEN = {
 }
 #: functions whose result depends on their arguments and on what is installed alone
 KEPT = {
-    "hpcrl.config.dataclass_fields": ("locate", "_module", "_fields"),
+    "hpcrl.config.dataclass_fields": ("locate", "_module", "read_fields"),
     "hpcrl.config.passthrough": ("settings", "spellings", "_preferred"),
     "hpcrl.config.plugin_names": ("algorithm_files",),
     "hpcrl.config.setting_names": ("own",),
