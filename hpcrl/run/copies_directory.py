@@ -84,14 +84,11 @@ def copies_directory(wanted: bool, rundir: RunDir) -> Iterator[None]:
         yield
         return
     made = _have(_owner(rundir))
-    before = os.environ.get(COPIES)
     os.environ[COPIES] = str(made.path)
     try:
         yield
     finally:
-        os.environ.pop(COPIES)
-        if before is not None:
-            os.environ[COPIES] = before
+        del os.environ[COPIES]
         if _followed(rundir.root):
             made.leave()
         else:

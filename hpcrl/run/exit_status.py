@@ -63,6 +63,11 @@ def _who(memory: MemoryWatch | None) -> str:
 
 GIB = 1 << 30
 UNLIMITED = 1 << 60  #: bytes; version 1 says "no limit" with a number near 2^63
+#: a cgroup's controllers ("" in version 2) -> folder, count of kills, limit
+FILES = {
+    "": ("sys/fs/cgroup", "memory.events", "memory.max"),
+    "memory": ("sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes"),
+}
 
 
 @dataclass(frozen=True)
@@ -88,48 +93,36 @@ class MemoryWatch:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._groups = _groups(root)
-        self._host = root / "proc/vmstat"
-        self._before = [_field(group.events, "oom_kill") for group in self._groups]
-        self._host_before = _field(self._host, "oom_kill")
+        self._files = [*(group.events for group in self._groups), root / "proc/vmstat"]
+        self._before = [_field(path, "oom_kill") for path in self._files]
 
     def describe_kills(self) -> str:
         """What the kernel has killed since, for a user; "" if nothing, or if that cannot be found out.
 
         The host's count alone does not say whose process it was: another job's limit may have been hit.
         """
-        for number, (group, before) in enumerate(
-            zip(self._groups, self._before, strict=True)
-        ):  # our own first, the outermost last
-            now = _field(group.events, "oom_kill")
-            if now is not None and before is not None and now > before:
-                return (
-                    f"out of memory: the kernel killed {_many(now - before)}{self._limit(number)}: ask for more memory"
-                )
-        now = _field(self._host, "oom_kill")
-        if now is not None and self._host_before is not None and now > self._host_before:
-            return (
-                f"perhaps out of memory: the kernel has killed {_many(now - self._host_before)} of this host meanwhile"
-            )
+        for number, (path, before) in enumerate(zip(self._files, self._before, strict=True)):  # our own cgroup first
+            now = _field(path, "oom_kill")
+            if now is None or before is None or now <= before:
+                continue
+            killed = f"{now - before} process{'es' if now - before > 1 else ''}"
+            if number == len(self._groups):
+                return f"perhaps out of memory: the kernel has killed {killed} of this host meanwhile"
+            return f"out of memory: the kernel killed {killed}{self._limit(number)}: ask for more memory"
         return ""
 
     def _limit(self, number: int) -> str:
         """The least limit of a cgroup and those above it, in words; "" if they have none, or it is not seen."""
         limits = [(limit, group) for group in self._groups[number:] if (limit := _number(group.limit)) is not None]
         limit, group = min(limits, key=lambda one: one[0], default=(UNLIMITED, None))
-        return (
-            f" at the limit of {limit / GIB:.1f} GiB ({group.limit.name} of {group.name})"
-            if group and limit < UNLIMITED
-            else ""
-        )
+        if group is None or limit >= UNLIMITED:
+            return ""
+        return f" at the limit of {limit / GIB:.1f} GiB ({group.limit.name} of {group.name})"
 
     @property
     def sees(self) -> bool:
         """Whether a kill would have been seen, so that its absence says something."""
-        return self._host_before is not None or any(count is not None for count in self._before)
-
-
-def _many(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"
+        return any(count is not None for count in self._before)
 
 
 def _groups(root: Path) -> list[_Group]:
@@ -137,22 +130,15 @@ def _groups(root: Path) -> list[_Group]:
     found = []
     with contextlib.suppress(OSError):
         for line in read_system(root / "proc/self/cgroup").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0" and not controllers:
-                top = root / "sys/fs/cgroup"
-                events = "memory.events"
-                limit = "memory.max"
-            elif "memory" in controllers.split(","):
-                top = root / "sys/fs/cgroup/memory"
-                events = "memory.oom_control"
-                limit = "memory.limit_in_bytes"
-            else:
+            _, controllers, path = line.split(":", 2)
+            if controllers not in FILES and "memory" not in controllers.split(","):
                 continue
+            folder, events, limit = FILES.get(controllers, FILES["memory"])
+            top = root / folder
             here = top / path.lstrip("/")
             while here != top.parent:
-                found.append(
-                    _Group(here.name if here != top else "the host's root cgroup", here / events, here / limit)
-                )
+                name = here.name if here != top else "the host's root cgroup"
+                found.append(_Group(name, here / events, here / limit))
                 here = here.parent
     return found
 

@@ -16,18 +16,6 @@ from typing import TypeVar
 
 from hpcrl.utils.deadline import Deadline, Pauses, retry
 
-#: what a file system may say for a moment, and then no more: of network ones when their server is started again, among
-#: others
-PASSING = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.ESTALE,
-    errno.EIO,
-    errno.ETIMEDOUT,
-    errno.EMFILE,
-    errno.ENFILE,
-)
 PATIENCE = 10.0  #: seconds for which a write that a run needs is tried again
 TRIES = Pauses(0.1, 0.5)
 
@@ -48,6 +36,8 @@ WORDS: dict[int, tuple[str, str]] = {
     errno.EACCES: ("you may not", "see its owner with ls -ld"),
     errno.ENOMEM: ("the host has no memory left for it", "ask for more memory"),
 }
+#: what a file system may say for a moment, and then no more: a network one while its server is started again, say
+PASSING = WORDS.keys() - {errno.EPERM, errno.EACCES, errno.ENOMEM}
 
 T = TypeVar("T")
 
