@@ -51,11 +51,7 @@ class HostWeights:
 
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None) -> None:
         self._policy = policy
-        if odd := next((name for name, value in weights(policy).items() if not is_plain(value)), None):
-            raise UsageError(
-                f"{odd} is not a plain tensor, and of such weights no second set can be held",
-                "leave out fp8_param, or the reference model and the old actor",
-            )
+        _refuse_quantised(policy, "of such weights no second set can be held", "the reference model and the old actor")
         self._host = {name: _host_copy(value) for name, value in weights(policy).items()}
         if fill is not None:
             fill()
@@ -111,6 +107,11 @@ class HostWeights:
 def is_plain(value: torch.Tensor) -> bool:
     """Whether all of the tensor is in its one piece of memory, as none is that Transformer Engine quantises."""
     return type(value) is torch.Tensor
+
+
+def _refuse_quantised(policy: Policy, why: str, instead: str) -> None:
+    if odd := next((name for name, value in weights(policy).items() if not is_plain(value)), None):
+        raise UsageError(f"{odd} is not a plain tensor, and {why}", f"leave out fp8_param, or {instead}")
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -197,11 +198,7 @@ class DeviceState:
         self._policies = tuple(policies)
         self._parked: dict[int, Parked] = {}
         for policy in self._policies:
-            if odd := next((name for name, value in weights(policy).items() if not is_plain(value)), None):
-                raise UsageError(
-                    f"{odd} is not a plain tensor, and cannot be offloaded",
-                    "leave out fp8_param, or give --no-offload-train",
-                )
+            _refuse_quantised(policy, "cannot be offloaded", "give --no-offload-train")
 
     def put_away_rest(self) -> None:
         """Gradients and optimizer leave the device."""

@@ -62,22 +62,16 @@ def _over_own(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) -
     """float64 [n, 6] for the n samples of the table: of this share's the trained tokens, sums over them of advantage
     and of the trainer's and the engine's log-probs and their absolute difference, and the greatest difference; 0 for
     the others."""
-    batch = share.batch
-    mask = share.batch.loss_mask
+    batch, mask = share.batch, share.batch.loss_mask
     differ = np.abs(trainer - batch.rollout_log_probs)
-    parts: list[np.ndarray | None] = [advantage, trainer, batch.rollout_log_probs, differ]
-    if not mask.all():
-        parts = [None if part is None else part * mask for part in parts]
+    advantage = np.zeros_like(trainer) if advantage is None else advantage
+    parts = np.stack([np.ones_like(trainer), advantage, trainer, batch.rollout_log_probs, differ]) * mask
     found = np.zeros((len(share.table), 6))
     filled = np.flatnonzero(batch.rows["response_length"])  # reduceat would give an empty sample its neighbour's
     if len(filled):
-        starts = batch.response_offsets[filled]
-        rows = share.own[filled]
-        found[rows, 0] = np.add.reduceat(mask, starts, dtype=np.int64)
-        for number, part in enumerate(parts, 1):
-            if part is not None:
-                found[rows, number] = np.add.reduceat(part, starts, dtype=np.float64)
-        found[rows, 5] = np.maximum.reduceat(parts[3], starts)  # type: ignore[arg-type]
+        starts, rows = batch.response_offsets[filled], share.own[filled]
+        found[rows, :5] = np.add.reduceat(parts, starts, axis=1, dtype=np.float64).T
+        found[rows, 5] = np.maximum.reduceat(parts[4], starts)
     return found
 
 
