@@ -36,7 +36,6 @@ from hpcrl.launch.attempts.progress import check_headway
 from hpcrl.launch.preflight import (
     NOTHING,
     HostView,
-    check_routing,
     made_by_run,
     model_notes,
     refuse_what_cannot_run,
@@ -379,8 +378,7 @@ def open_stage(job: RunJob, stage: Stage, directory: Path) -> tuple[RunDir, Opti
         following = RunDir(directory, last.attempt + last.here.exists())
         return following, read_options(following)
     options = job.stages[job.recipe.stages.index(stage)]
-    check_routing(options)  # the model is prepared by now
-    refuse_wrong_settings([options], same_packages=False)
+    refuse_wrong_settings([options], same_packages=False)  # the model is prepared by now
     if directory == job.root:
         rundir = RunDir(directory)
     else:

@@ -36,7 +36,7 @@ from hpcrl.launch.site import SiteProfile
 from hpcrl.models.divisions import uncut_gates, undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.files import holds_weights
-from hpcrl.models.files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
+from hpcrl.models.files.config_json import CONFIG, read_object, read_quantization, with_text_part
 from hpcrl.models.lora.peft import AS_PEFT, check_settings
 from hpcrl.models.lora.peft import CONFIG as ADAPTER_CONFIG
 from hpcrl.models.lora.settings import lora_settings
@@ -98,23 +98,17 @@ def refuse_settings(stages: Sequence[Options], hosts: Callable[[Options], list[H
         hosts: the hosts of a stage, with their slots.
         packages: whether the processes run with this interpreter's packages.
     """
-    wrong = [
-        error
-        for options in stages
-        for error in failures((check_routing, lambda o: make_plan(o, hosts(o), "check")), options)
-    ]
-    raise_together(
-        [*wrong, *failures((lambda found: refuse_wrong_settings(found, packages), check_stages_hosts), stages)]
-    )
+    wrong = [error for o in stages for error in failures((lambda o: make_plan(o, hosts(o), "check"),), o)]
+    rules = (lambda found: refuse_wrong_settings(found, packages), check_stages_hosts)
+    raise_together([*wrong, *failures(rules, stages)])
 
 
 def check_routing(options: Options) -> None:
     """Raise UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read
     from here.
     """
-    if replay_flag(options) and options.hf_checkpoint is not None:
-        with contextlib.suppress(DataError):
-            find_routing(options, read_config(options.hf_checkpoint))
+    if replay_flag(options) and (found := _readable(options)):
+        find_routing(options, found[0])
 
 
 def refuse_missing_packages(stages: Sequence[Options]) -> None:
@@ -265,13 +259,10 @@ def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> Non
     Args:
         same_packages: whether this interpreter's are those of the nodes.
     """
-    wrong = [
-        error for options in stages for error in failures((check_model, check_layout, check_quantization), options)
-    ]
+    rules: list[Callable[[Options], object]] = [check_routing, check_model, check_layout, check_quantization]
     if same_packages:
-        wrong += [problem for options in stages for problem in missing_packages(options)]
-        wrong += [error for options in stages for error in failures((check_gates,), options)]
-    raise_together(wrong)
+        rules += [lambda o: raise_together([*missing_packages(o)]), check_gates]
+    raise_together([error for options in stages for error in failures(rules, options)])
 
 
 def same_packages(site: SiteProfile) -> bool:
