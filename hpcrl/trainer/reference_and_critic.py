@@ -247,10 +247,10 @@ class ReferenceAndCritic:
         if self._critic is not None:
             self._critic.save(at.rollout_id, directory)
         if isinstance(self._reference, HostWeights) and self._options.ref_update_interval:
-            save_set(self._policy.trained, self._reference.stored(), directory / REFERENCE)
+            save_set(self._policy.trained, self._reference.values, directory / REFERENCE)
         for sampled, held in sorted(self._old.items()):
             if sampled != at.version:  # that one is the checkpoint itself
-                save_set(self._policy.trained, held.stored(), directory / f"{OLD_ACTOR}{sampled}")
+                save_set(self._policy.trained, held.values, directory / f"{OLD_ACTOR}{sampled}")
 
     def _start_reference(self, ranks: Ranks, resumed: Path | None) -> HostWeights | BaseAsReference:
         if resumed is not None and REFERENCE in _names(resumed):
@@ -275,11 +275,13 @@ class ReferenceAndCritic:
         fill = None if source.same_weights(self._took) else partial(fill_modules, self._policy, ranks, source)
         return HostWeights(self._policy, fill)
 
+    @torch.no_grad()
     def _stored(self, directory: Path) -> HostWeights:
         """A set of weights of a checkpoint."""
         kept = self._policy.trained
         found = HostWeights(kept)
-        found.load_values(load_set(kept, found.stored(), directory))
+        for name, value in load_set(kept, found.values, directory).items():
+            found.values[name].copy_(value)
         return found
 
 

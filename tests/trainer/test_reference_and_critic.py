@@ -175,7 +175,7 @@ def of_the_same_files(opts: Options, checkpoints: Path) -> tuple[list[bool], int
         reads = 0
         others = ReferenceAndCritic(policy, ranks, opts, None, took).of_share(0, 0)
         critic = {name: value.clone() for name, value in host_memory.weights(others.critic).items()}
-        sets.append((others.reference.stored(), others.teacher.stored(), critic))
+        sets.append((others.reference.values, others.teacher.values, critic))
     same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(*sets, strict=True)]
     return same, reads
 

@@ -21,7 +21,7 @@ the optimizer, nor its full-precision copies, nor the random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ class HostWeights:
     """This rank's part of a second set of weights.
 
     Attributes:
+        values: the set in host memory, by the names of `weights`: what a checkpoint must keep.
         fill: puts the second set into the policy's modules, which are as they were when this returns; without it the
             set is a copy of the policy's.
 
@@ -52,7 +53,7 @@ class HostWeights:
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None) -> None:
         self._policy = policy
         _refuse_quantised(policy, "of such weights no second set can be held", "the reference model and the old actor")
-        self._host = {name: _host_copy(value) for name, value in weights(policy).items()}
+        self.values = {name: _host_copy(value) for name, value in weights(policy).items()}
         if fill is not None:
             fill()
             self.exchange()
@@ -72,7 +73,7 @@ class HostWeights:
     def exchange(self) -> None:
         """The policy's weights and this set change places."""
         for name, value in weights(self._policy).items():
-            for device, host in _pieces(value, self._host[name]):
+            for device, host in _pieces(value, self.values[name]):
                 kept = device.clone()
                 device.copy_(host, non_blocking=True)
                 host.copy_(kept, non_blocking=True)
@@ -84,24 +85,12 @@ class HostWeights:
     def follow(self) -> None:
         """Become the policy's weights."""
         for name, value in weights(self._policy).items():
-            self._host[name].copy_(value)
+            self.values[name].copy_(value)
 
     def counterpart(self, weight: torch.Tensor) -> torch.Tensor:
         """This set's tensor for one of the policy's weights, in new memory where that one is."""
         name = next(name for name, value in weights(self._policy).items() if _same(value, weight))
-        return self._host[name].to(weight.device, copy=True, non_blocking=True)
-
-    # ---- in and out of checkpoints
-
-    def stored(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must keep, by the names of `weights`."""
-        return self._host
-
-    @torch.no_grad()
-    def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Become what `stored` gave."""
-        for name, value in values.items():
-            self._host[name].copy_(value)
+        return self.values[name].to(weight.device, copy=True, non_blocking=True)
 
 
 def is_plain(value: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ def test_swap_needs_one_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
         pass
     assert equal(numbers(model), numbers(policy(width=512)))
     assert live.peak <= 4096 < size / 500
-    assert sum(value.nbytes for value in held.stored().values()) == size
+    assert sum(value.nbytes for value in held.values.values()) == size
 
 
 def test_the_counterpart_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +100,11 @@ def test_what_was_stored_is_the_same_again() -> None:
     model = policy(torch.bfloat16)
     held = filled(model, numbers(policy(torch.bfloat16, seed=1)))
     held.follow()
-    kept = {name: value.clone() for name, value in held.stored().items()}
+    kept = {name: value.clone() for name, value in held.values.items()}
     assert {value.dtype for value in kept.values()} == {torch.bfloat16, torch.float32}
     again = HostWeights(model)
-    again.load_values(kept)
+    for name, value in kept.items():
+        again.values[name].copy_(value)
     again.follow()
     held.follow()
     with held.swapped_in():
