@@ -48,15 +48,10 @@ class Declared(BaseException):
 _asking = False
 
 
-def declare(
-    flags: Mapping[str, Sequence[str]],
-    words: Iterable[str] = (),
-    options: Collection[str] | None = (),
-    verbs: Iterable[str] = (),
-) -> None:
-    """Say what the command takes, if that is what is asked; see `Declared`."""
+def declare(*taken: Any, **more: Any) -> None:
+    """Say what the command takes, by the arguments of `Declared`, if that is what is asked."""
     if _asking:
-        raise Declared(flags, words, options, verbs)
+        raise Declared(*taken, **more)
 
 
 def declared(command: Callable[[list[str]], object], *words: str) -> Declared:

@@ -19,6 +19,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -212,9 +213,11 @@ def sending(root: Path, seconds: float = WAIT) -> Iterator[None]:
         DeadlineError: names the process that has been sending for longer than `seconds`.
     """
     with open_append(root / LOCK) as file:
-        if not _taken(file, root):
+        meanwhile = "send it from nowhere else meanwhile"
+        take = partial(try_lock, file, lambda why: say(f"note: {root} cannot be locked ({why}): {meanwhile}"))
+        if not take():
             say(f"{_holder(file)} is sending {root}: waiting until it is done, {seconds:.0f} s at most")
-            if not poll(lambda: _taken(file, root), Deadline(seconds), LOOK):
+            if not poll(take, Deadline(seconds), LOOK):
                 raise DeadlineError(
                     f"{_holder(file)} has been sending {root} for {seconds:.0f} s: nothing was sent",
                     "call it again when that is done",
@@ -223,15 +226,6 @@ def sending(root: Path, seconds: float = WAIT) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         file.flush()
         yield
-
-
-def _taken(file: BinaryIO, root: Path) -> bool:
-    """Whether the lock is ours now; on a file system without locks, which is said, nothing is waited for."""
-
-    def without(why: str) -> None:
-        say(f"note: {root} cannot be locked ({why}): send it from nowhere else meanwhile")
-
-    return try_lock(file, without)
 
 
 def _holder(file: BinaryIO) -> str:
