@@ -34,9 +34,9 @@ from hpcrl.report.metrics import read_metrics
 from hpcrl.report.run_files import Run, StageFiles, entries, load_json
 from hpcrl.report.run_status import Status
 from hpcrl.run.started_runs import is_run
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import as_given, open_append, open_regular
+from hpcrl.utils.waiting import Deadline
 
 OUTPUT = "launcher.log"  #: in RUN/logs: what a run says that this interpreter does not wait for
 LOOK = 0.1  #: seconds between looks at a process that is followed

@@ -326,7 +326,7 @@ def test_one_deadline_and_one_plugin_folder() -> None:
         assert "iter_modules" not in text and 'glob("*.py")' not in text, f"{name}: use hpcrl/utils/plugins.py"
         if "monotonic() +" in text:
             sums.add(name)
-    assert not sums - set(again), "use hpcrl/utils/deadline.py"
+    assert not sums - set(again), "use hpcrl/utils/waiting.py"
     assert not set(again) - sums, "these have none any more"
 
 
@@ -342,7 +342,7 @@ def test_there_is_one_sign_of_life() -> None:
     """Since when somebody was not heard of, or we gave no sign, is a `LastSign`."""
     health = {"rollout/engines/external.py"}  # of engines
     found = {str(path.relative_to(ROOT)) for path in FILES if any(map(compares_silence, nodes(path)))}
-    assert found <= health, "use hpcrl/utils/deadline.py"
+    assert found <= health, "use hpcrl/utils/waiting.py"
 
 
 def within(loop: ast.AST) -> Iterator[ast.AST]:
@@ -389,7 +389,7 @@ def test_there_is_one_way_to_try_again() -> None:
             continue
         for node in nodes(path):
             loop = isinstance(node, ast.For | ast.While) and tries_again(node)
-            assert not (loop or grows(node)), f"{path}:{node.lineno}: use hpcrl/utils/deadline.py"
+            assert not (loop or grows(node)), f"{path}:{node.lineno}: use hpcrl/utils/waiting.py"
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,11 @@ def test_nearest_tests_of_a_fault_come_first() -> None:
     whole = (*CORE, planted.WHOLE_RUNS)
     assert stages["last-of-a-group-lost"] == [(*CORE, near), (*CORE, "tests/rollout", f"--ignore={near}"), whole]
     shares = "tests/transport/test_share_format.py"
-    assert stages["reward-of-the-neighbour"] == [(*CORE, shares), (*CORE, "tests/transport", f"--ignore={shares}"), whole]
+    assert stages["reward-of-the-neighbour"] == [
+        (*CORE, shares),
+        (*CORE, "tests/transport", f"--ignore={shares}"),
+        whole,
+    ]
     assert stages["resume-one-step-late"][0] == (*CORE, "tests/trainer/checkpoint")
 
 

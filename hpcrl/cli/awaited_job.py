@@ -27,8 +27,8 @@ from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.check_results import last_line
-from hpcrl.utils.deadline import Deadline, LastSign
 from hpcrl.utils.shipped_files import shipped
+from hpcrl.utils.waiting import Deadline, LastSign
 
 T = TypeVar("T")
 POLL = 1.0  #: seconds between two looks for the result

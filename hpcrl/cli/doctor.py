@@ -48,8 +48,8 @@ from hpcrl.rollout.prompts import first_rows
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.check_results import Finding, failed
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.waiting import Deadline
 
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]

@@ -21,8 +21,8 @@ from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER, STOP
 from hpcrl.run.queued_job import JobKey, QueueAnswer, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
-from hpcrl.utils.deadline import LastSign
 from hpcrl.utils.untrusted_files import as_given, open_regular
+from hpcrl.utils.waiting import LastSign
 
 if TYPE_CHECKING:
     import psutil

@@ -30,7 +30,7 @@ from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.site_file import FLAGS, from_flags
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 HELP = """\
 usage: hpcrl selftest [--first-hour | --only NAME ...] [--dir DIR] [--json FILE]

@@ -30,9 +30,9 @@ from hpcrl.run.process import PARENT, end_processes
 from hpcrl.run.role import last_error
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import scratch
-from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import open_append, read_regular
+from hpcrl.utils.waiting import Deadline, poll
 
 HERE = "127.0.0.1"
 DIES_WITH_US = "hpcrl.run.process"

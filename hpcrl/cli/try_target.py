@@ -22,8 +22,8 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.started_runs import links_folder
-from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.untrusted_files import open_append, read_regular, touch
+from hpcrl.utils.waiting import Deadline, poll
 
 PREPARING = 3600.0  #: seconds for a prepare command
 

@@ -92,7 +92,7 @@ class Recipe:
         return [[_fill(word, places) for word in command] for command in self.prepare]
 
     def check_flags(self, flags: Mapping[str, Any]) -> None:
-        """Raise UsageError for flags of stages that there are not."""
+        """Raise UsageError for flags of stages that the recipe lacks."""
         check_stages(flags, [stage.name for stage in self.stages], self.path.name)
 
     def options_set(self, flags: Mapping[str, Any]) -> set[str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.engine.key_guard import App, Receive, Scope, Send
 from hpcrl.engine.membership.http import TURN
 from hpcrl.transport.token_frames import ABORT
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.colocation import EnginesHold, Event, HandOver, OutOfTurn
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from hpcrl.engine.gpu_sharing import UPDATES
 from hpcrl.engine.key_guard import App, Message, Receive, Scope, Send
 from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, request_json
 from hpcrl.run.process import descendants
-from hpcrl.utils.deadline import LastSign
+from hpcrl.utils.waiting import LastSign
 
 #: calls that vLLM's core makes in one step: whole weight updates, sleep, checks of weights
 CALLS = UPDATES | {"/collective_rpc", "/init_weight_transfer_engine", TURN}

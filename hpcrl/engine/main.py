@@ -41,7 +41,7 @@ from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end_d
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.run.scratch import SHORT, Scratch
 from hpcrl.transport.auth import HTTP_KEY
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.colocation import Event
 from hpcrl.weights.update_backend import backend
 

@@ -47,7 +47,7 @@ from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, judging, read_job, s
 from hpcrl.run.started_runs import LIVE, is_run, read_recipe_file
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
-from hpcrl.utils.deadline import Deadline, Pauses, retry
+from hpcrl.utils.waiting import Deadline, Pauses, retry
 
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
 PATIENCE = 900.0  #: seconds for which a scheduler that does not answer is asked to queue a job again

@@ -40,8 +40,8 @@ from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end_d
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, RunDir
 from hpcrl.run.scratch import Scratch, sweep
-from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.untrusted_files import open_append
+from hpcrl.utils.waiting import Deadline, poll
 
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has

@@ -60,9 +60,9 @@ from hpcrl.run.rundir import FOLDERS, HALF, RunDir, write_atomic
 from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, LIVE, RecipeFile, is_run, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
-from hpcrl.utils.deadline import LastSign
 from hpcrl.utils.locks import try_lock
 from hpcrl.utils.untrusted_files import as_given, open_append, touch
+from hpcrl.utils.waiting import LastSign
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import psutil
 from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.run.peers import PublishedRecords, damaged_record
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 MEND = "name the network with --interface, or interface = in the site's profile"
 

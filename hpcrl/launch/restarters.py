@@ -18,7 +18,7 @@ from hpcrl.run.engine_files import PAUSE, limit_after, record_end, starts_again,
 from hpcrl.run.peers import SandboxPeer, newest
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
-from hpcrl.utils.deadline import Pauses
+from hpcrl.utils.waiting import Pauses
 
 PAUSES = Pauses(PAUSE, 60.0)  #: between the end of a server of sandboxes and its next start
 

@@ -28,8 +28,8 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import STOP
 from hpcrl.sandbox.nodes.location import follow, say_where
-from hpcrl.utils.deadline import LastSign
 from hpcrl.utils.imports import without_collection
+from hpcrl.utils.waiting import LastSign
 
 POLL = 0.2  #: seconds between two counts of requests
 LOOK = 1.0  #: seconds between two looks at the stop file and at the other roles' errors

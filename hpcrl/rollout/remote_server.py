@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.engine.membership.http import client_session
 from hpcrl.errors import PeerError
-from hpcrl.utils.deadline import Deadline, Pauses, retry_async
+from hpcrl.utils.waiting import Deadline, Pauses, retry_async
 
 ATTEMPTS = 10
 PAUSES = Pauses(1.0, 30.0)

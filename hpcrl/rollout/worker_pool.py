@@ -31,7 +31,7 @@ from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.sandbox_tally import SandboxTally
 from hpcrl.rollout.worker_messages import ERROR, LOST, TIMEOUT, SandboxReport, WorkerLoaded, frame, receive
 from hpcrl.run.role import say
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 POLL = 0.05  #: seconds between two looks at the processes
 START = 120.0  #: seconds that a process may take to load the user's code

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.utils.deadline import LastSign
 from hpcrl.utils.untrusted_files import read_regular, read_system
+from hpcrl.utils.waiting import LastSign
 
 FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: no watcher
 EVERY = 3.0  #: seconds between two numbers

@@ -28,8 +28,8 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.deadline import LastSign
 from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.waiting import LastSign
 
 STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0

@@ -16,8 +16,8 @@ import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.utils.deadline import Deadline, Pauses, poll
 from hpcrl.utils.untrusted_files import MOST, Damaged, read_json
+from hpcrl.utils.waiting import Deadline, Pauses, poll
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 HostName = Annotated[str, msgspec.Meta(min_length=1)]

@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 
 import psutil
 
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 #: exit codes, as timeout(1) and a shell have them
 LATE = 124

@@ -26,9 +26,9 @@ from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.process import set_limits
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import WORDS, describe, remedy
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import Damaged, read_json, read_regular
+from hpcrl.utils.waiting import Deadline
 
 ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it
 LAST_WORDS = 20  #: lines of it in which that is looked for: what it started may have said something after it

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hpcrl.utils.deadline import Deadline, Pauses, retry
+from hpcrl.utils.waiting import Deadline, Pauses, retry
 
 PATIENCE = 10.0  #: seconds for which a write that a run needs is tried again
 TRIES = Pauses(0.1, 0.5)

@@ -22,7 +22,7 @@ from hpcrl.sandbox.inside.frames import IncomingMessages, Message, pack
 from hpcrl.sandbox.inside.main import START
 from hpcrl.sandbox.kinds import Shown, box_words
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 GRACE = 15.0  #: seconds that an answer may take beyond what was asked for
 _ENDING = 30.0  #: seconds that the end of a box may take

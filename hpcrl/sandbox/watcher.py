@@ -25,7 +25,7 @@ from hpcrl.sandbox.inside.frames import pack
 from hpcrl.sandbox.inside.kernel import DEATH_SIGNAL, prctl, read_kernel, write_kernel
 from hpcrl.sandbox.inside.main import MADE, MOST_DISKS, START
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.waiting import Deadline, poll
 
 LIMIT = "limit: "  #: begins the reason for which a box was ended, where that is what ran in it
 POLL = 0.005  #: seconds between two looks at what may grow

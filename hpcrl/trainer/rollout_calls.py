@@ -21,7 +21,7 @@ from hpcrl.trainer.collectives import broadcast_json, least
 from hpcrl.transport.client import Late, QueueClient, Unanswered
 from hpcrl.transport.messages import UNFINISHED
 from hpcrl.transport.share_format import MOST_FRAMES, Buffer, Share, decode, encode
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 if TYPE_CHECKING:
     from hpcrl.trainer.parallel_state import Ranks

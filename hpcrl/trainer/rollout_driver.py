@@ -32,9 +32,9 @@ from hpcrl.transport.auth import http_key
 from hpcrl.transport.client import Late, QueueClient
 from hpcrl.transport.messages import UNFINISHED
 from hpcrl.transport.share_format import Share
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.installed import versions
 from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.waiting import Deadline
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start

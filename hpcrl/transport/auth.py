@@ -31,8 +31,8 @@ from zmq.utils import z85
 from hpcrl.errors import HpcrlError
 from hpcrl.run.peers import EnginePeer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, write_atomic, write_first, write_unread
-from hpcrl.utils.deadline import Deadline, Pauses, poll
 from hpcrl.utils.untrusted_files import read_regular
+from hpcrl.utils.waiting import Deadline, Pauses, poll
 
 ZAP_DOMAIN = b"hpcrl.transport"
 HTTP_KEY = "http.key"

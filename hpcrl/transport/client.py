@@ -23,7 +23,7 @@ from hpcrl.run.rundir import STOP, RunDir
 from hpcrl.transport import auth, messages, sockets
 from hpcrl.transport.messages import cut
 from hpcrl.transport.share_format import Buffer, Share, WireError, decode
-from hpcrl.utils.deadline import Deadline, LastSign
+from hpcrl.utils.waiting import Deadline, LastSign
 
 #: seconds between looks of rank 0 at the run directory of a run on several hosts; between repetitions of what is
 #: unanswered

@@ -19,7 +19,7 @@ from hpcrl.engine.membership.http import Address
 from hpcrl.engine.membership.registry import Engine
 from hpcrl.errors import DeadlineError
 from hpcrl.run.rundir import RunDir
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.sender import WeightSender
 
 if TYPE_CHECKING:

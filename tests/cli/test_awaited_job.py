@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcrl.cli.awaited_job import AwaitedJob
 from hpcrl.cli.find_run import ASK
 from hpcrl.run.queued_job import QueuedJob
-from hpcrl.utils.deadline import LastSign
+from hpcrl.utils.waiting import LastSign
 
 
 def test_the_scheduler_is_asked_seldom() -> None:

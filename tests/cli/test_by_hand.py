@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.waiting import Deadline, poll
 from tests.support.screens import ctrl_c
 
 pytestmark = pytest.mark.vllm

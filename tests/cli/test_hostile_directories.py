@@ -31,9 +31,9 @@ from hpcrl.run.peers import EnginePeer, PublishedRecords, find
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import http_key
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import Damaged, count_of, open_regular, parse_json, read_json, read_regular, touch
+from hpcrl.utils.waiting import Deadline
 from tests.support.ledger_account import account
 
 DEEP = "[" * 200_000

@@ -35,7 +35,7 @@ from hpcrl.launch.slurm import partitions
 from hpcrl.run import gpu_environment
 from hpcrl.run.process import CommandResult
 from hpcrl.utils.check_results import Finding, last_line, size
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from tests.support.able import needs, require
 from tests.support.published_models import MODELS
 

@@ -18,7 +18,7 @@ from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.utils import deadline
+from hpcrl.utils import waiting
 
 
 class TimeLimitWatcher:
@@ -87,7 +87,7 @@ def test_end_when_told_or_superseded(rundir: RunDir, monkeypatch: pytest.MonkeyP
 
 def test_the_last_report_at_the_deadline_counts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = TimeLimitWatcher()
-    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(waiting, "time", clock)
     probe.write(rundir, "node1")
 
     def last() -> None:

@@ -24,7 +24,7 @@ from hpcrl.run.peers import (
     wait_for,
 )
 from hpcrl.run.rundir import RunDir
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from tests.support.cpu_seconds import slowdown
 
 ENGINE = EnginePeer(host="127.0.0.1", port=7, model_len=64)

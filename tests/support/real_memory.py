@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpcrl.config.options import Options
 from hpcrl.planning.rehearsal.batch import micro_batches, rehearsed
-from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils.waiting import Deadline, poll
 
 GLOO = ("c10d::", "gloo:")  #: operations within which gloo makes copies
 COLLECTIVES = ("allreduce", "allgather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "broadcast")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hpcrl.utils.deadline import LastSign
+from hpcrl.utils.waiting import LastSign
 
 
 class TimeLimitWatcher:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.utils.deadline import Deadline, Pauses, retry, retry_async
+from hpcrl.utils.waiting import Deadline, Pauses, retry, retry_async
 
 NOW = Pauses(0.0, 0.0)
 

@@ -25,8 +25,8 @@ from hpcrl.doctor.selftest.registry import Check, CheckContext, Outcome, Results
 from hpcrl.errors import DeadlineError
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.untrusted_files import read_regular
+from hpcrl.utils.waiting import Deadline, poll
 
 if TYPE_CHECKING:
     import torch

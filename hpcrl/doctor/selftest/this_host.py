@@ -23,8 +23,8 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.gpu_environment import without_gpus
 from hpcrl.run.process import PARENT, end_processes
 from hpcrl.utils.check_results import last_line
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import open_append
+from hpcrl.utils.waiting import Deadline
 
 LONG = 600.0  #: seconds for the checks that one set of processes makes
 CPU_RANKS = 2  #: where there is no GPU

@@ -25,7 +25,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end_processes
 from hpcrl.run.rundir import RunDir
 from hpcrl.utils.check_results import last_line
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 LONG = 420.0  #: seconds that a run may take: an engine on a GPU compiles for minutes
 #: what the self-test's ranks get from the environment

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hpcrl.models.files.safetensors_files import open_file
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 APPEARS = 20.0  #: seconds until a file that another host wrote shows on a network file system
 CHUNK = 1 << 24  #: bytes that are read at once for a digest

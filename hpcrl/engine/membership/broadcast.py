@@ -20,7 +20,7 @@ from hpcrl.run.engine_files import end_of
 from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import http_key
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 GLANCE = 0.5  #: seconds between two looks at the health of engines that have not answered
 LAST_WORDS = 8.0  #: seconds that a dead engine's own supervisor may take to record why

@@ -40,9 +40,9 @@ from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.transport.auth import make_keys
-from hpcrl.utils.deadline import Deadline, LastSign
 from hpcrl.utils.long_work import work_in_turns
 from hpcrl.utils.untrusted_files import count_of, open_append, read_regular
+from hpcrl.utils.waiting import Deadline, LastSign
 
 LOOK = 1.0  #: seconds between two looks of the launcher into the run directory
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over

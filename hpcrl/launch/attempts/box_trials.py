@@ -16,7 +16,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run.peers import PublishedRecords
 from hpcrl.sandbox.nodes.trial import BoxTrial, word_of
-from hpcrl.utils.deadline import Deadline, LastSign
+from hpcrl.utils.waiting import Deadline, LastSign
 
 LATE_FILE = 5.0  #: seconds after the end of a program on another host in which its file may still come to be seen here
 

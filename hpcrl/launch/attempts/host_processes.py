@@ -27,7 +27,7 @@ from hpcrl.run.process import end_descendants, end_processes
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import BEATS, RunDir, listed
 from hpcrl.transport.auth import forget_keys
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
 PAUSING = GRACE + 20.0  #: seconds until they have noticed that, and ended what is to end

@@ -35,8 +35,8 @@ from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import AttemptFailure, RunDir, write_atomic
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import Summary, read_summary
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.long_work import work_in_turns
+from hpcrl.utils.waiting import Deadline
 
 DISK = 120.0  #: seconds that a file system which takes nothing has to get over it
 LOOK = 1.0  #: seconds between two looks meanwhile

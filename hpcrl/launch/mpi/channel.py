@@ -19,7 +19,7 @@ import msgspec
 
 from hpcrl.errors import PeerError
 from hpcrl.launch.probe import HostReport
-from hpcrl.utils.deadline import Deadline, LastSign
+from hpcrl.utils.waiting import Deadline, LastSign
 
 MAX_MESSAGE = 2**20  #: bytes
 MEND = "use one version of hpcrl on all hosts"

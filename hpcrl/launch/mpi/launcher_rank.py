@@ -43,7 +43,7 @@ from hpcrl.run.pauses import follow_log
 from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox.nodes.trial import BoxTrial
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 PART = 20.0  #: seconds that the hosts may take to part at the end
 

@@ -43,9 +43,9 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STATE, WORKING, JobState, process_age, write_state
 from hpcrl.run.process import LATE, MISSING, PARENT, end_processes, run_command
 from hpcrl.run.scratch import scratch, sweep
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.shipped_files import shipped
 from hpcrl.utils.untrusted_files import Damaged, read_given, read_json
+from hpcrl.utils.waiting import Deadline
 
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
 #: variables that every host gets as they are here, and how the names of others begin

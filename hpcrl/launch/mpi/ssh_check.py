@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from hpcrl.errors import UsageError
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 REACH = 20.0  #: seconds that a host may take to answer
 IN = "Authenticated to "  #: what ssh says once a host has let it in

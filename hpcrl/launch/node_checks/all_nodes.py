@@ -32,8 +32,8 @@ from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.check_results import Finding, failed, last_line
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import read_json, touch
+from hpcrl.utils.waiting import Deadline
 
 LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
 SECONDS = 900.0  #: for all of it, with imports of torch and vLLM from a slow file system

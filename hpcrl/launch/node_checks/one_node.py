@@ -32,9 +32,9 @@ from hpcrl.launch.node_checks.reports import Gpu, NodeReport
 from hpcrl.launch.probe import choose, host_report
 from hpcrl.run.process import die_with_parent, run_command
 from hpcrl.run.rundir import listed, write_atomic
-from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.installed import version
 from hpcrl.utils.untrusted_files import read_regular, touch
+from hpcrl.utils.waiting import Deadline, poll
 
 PACKAGES = (
     *("hpcrl", "torch", "vllm", "megatron-core", "transformers"),

@@ -16,7 +16,7 @@ import msgspec
 from hpcrl.launch.probe import HostReport, host_report
 from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 NAME, ALL = "all", ".records"  #: of what everybody waits for, and its ending
 LATE = 10.0  #: seconds that it may take beyond the time in which the records had to come

@@ -41,7 +41,7 @@ from hpcrl.run.process import CommandResult
 from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.sandbox.nodes.trial import BoxTrial
-from hpcrl.utils.deadline import Deadline, Pauses
+from hpcrl.utils.waiting import Deadline, Pauses
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least

@@ -19,8 +19,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.planning.rehearsal.library_errors import UNKNOWN
 from hpcrl.planning.rehearsal.reports import EngineReport, RankReport
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import read_json, read_regular
+from hpcrl.utils.waiting import Deadline
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 #: where packages keep what they have found out: nothing is written outside the rehearsal's own directory

@@ -26,7 +26,7 @@ from hpcrl.report.run_files import Run
 from hpcrl.report.trackers.record import Sender
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.started_runs import is_run
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 LOOK = 5.0  #: seconds between two looks at the metrics
 PARTING = 8.0  #: seconds that the last records may take: fewer than the host waits for its last role

@@ -32,11 +32,11 @@ from hpcrl.report.run_files import Run, StageFiles, load_json
 from hpcrl.report.sample_records import read_looks, steps_of
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.started_runs import read_recipe_file
-from hpcrl.utils.deadline import Deadline, poll
 from hpcrl.utils.locks import try_lock
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.plugins import PluginFolder
 from hpcrl.utils.untrusted_files import open_append
+from hpcrl.utils.waiting import Deadline, poll
 
 TRACKERS = PluginFolder(Path(__file__).parent, "opened")
 SENT = "sync.json"

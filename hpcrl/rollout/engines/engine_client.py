@@ -20,8 +20,8 @@ from hpcrl.errors import DataError, DeadlineError, PeerError
 from hpcrl.rollout.engines.completion import Completion, SampleCall, Sampling, read_completion, seed_of
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.transport.token_frames import ABORT, GENERATE, encode
-from hpcrl.utils.deadline import Deadline, Pauses, retry_async
 from hpcrl.utils.sample_parts import ABORTED, TRUNCATED
+from hpcrl.utils.waiting import Deadline, Pauses, retry_async
 
 ATTEMPTS = 4  #: how often one request is sent at most
 PAUSES = Pauses(0.2, 3.2, growth=4.0)  #: before a request is sent again

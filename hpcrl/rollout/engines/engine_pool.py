@@ -26,7 +26,7 @@ from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import http_key
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.colocation import TRAINERS_TURN, Event, HandOver, OutOfTurn
 
 _OCTETS = {"Content-Type": "application/octet-stream"}

@@ -19,8 +19,8 @@ from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.sample import Sample
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.sample_parts import ABORTED
+from hpcrl.utils.waiting import Deadline
 
 START = "start_rollout_id"  #: in metadata: the rollout in which a response was begun that a later one continues
 ENDS = 3  #: how often a response that an engine aborts unasked is resumed

@@ -17,7 +17,7 @@ from hpcrl.rollout.prompts.tokenizer import Messages
 from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn, continuation
 from hpcrl.rollout.slime_names.arguments import Arguments
 from hpcrl.sample import Sample
-from hpcrl.utils.deadline import Deadline, Pauses, retry_async
+from hpcrl.utils.waiting import Deadline, Pauses, retry_async
 
 #: what a text is made of tokens with, in slime
 TEXT = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from hpcrl.engine.membership.http import client_session
-from hpcrl.utils.deadline import Deadline, Pauses, retry_async
+from hpcrl.utils.waiting import Deadline, Pauses, retry_async
 
 AGAIN = 1.0  #: seconds until a server that did not answer is asked again
 LONGEST = 600.0  #: seconds after which none is

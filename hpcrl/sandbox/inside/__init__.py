@@ -1,4 +1,4 @@
-"""What runs inside of a box as its first process: a box sees this folder, Python's own, and utils/deadline.py.
+"""What runs inside of a box as its first process: a box sees this folder, Python's own, and utils/waiting.py.
 
     `main.py`       process 1: gives up every right, then is `first.py`, which answers what the box's user asks
     `commands.py`   the commands that it starts, `files.py` files in and out, `frames.py` the stream to the user

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from hpcrl.sandbox.inside.files import place_of
 from hpcrl.sandbox.inside.kernel import read_kernel
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 _PIECE = 1 << 16
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")

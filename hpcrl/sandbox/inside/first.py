@@ -24,7 +24,7 @@ from hpcrl.sandbox.inside import frames
 from hpcrl.sandbox.inside.commands import Running
 from hpcrl.sandbox.inside.files import list_files, read_file, write_file
 from hpcrl.sandbox.inside.frames import IncomingMessages, Message
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 ENVIRONMENT = {
     "HOME": "/work",

@@ -31,7 +31,7 @@ from hpcrl.sandbox.kinds import SYSTEM_IMAGE
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.nodes.server import BEAT, KINDS, SILENCE, BoxError, BoxRequest
 from hpcrl.transport.auth import sandbox_key
-from hpcrl.utils.deadline import Deadline, Pauses
+from hpcrl.utils.waiting import Deadline, Pauses
 
 COME_UP = 120.0  #: seconds that the first node may take to come up
 COME_BACK = 60.0  #: seconds without any node, once there was one

@@ -25,7 +25,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import die_with_parent
 from hpcrl.trainer.checkpoint.writers import private, transforms, write_files
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 ENDING: Final = 10.0  #: seconds that a writer which has written may take to end
 

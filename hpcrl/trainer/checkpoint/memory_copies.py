@@ -48,8 +48,8 @@ from hpcrl.trainer.checkpoint.saver import CheckpointWriter
 from hpcrl.trainer.collectives import agree, agree_in_step, device, gather_json, is_alone
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.imports import without_collection
+from hpcrl.utils.waiting import Deadline
 
 if TYPE_CHECKING:
     from hpcrl.trainer.loop_watchers import LoopEvent

@@ -29,7 +29,7 @@ from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.collectives import agree, agree_in_step, device
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 
 from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.device_memory import DeviceMemory, HostMemory
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire

@@ -33,8 +33,8 @@ from typing import Protocol
 import torch
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.untrusted_files import read_system
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.pieces.device_transport import PAUSE, DeviceEvent
 from hpcrl.weights.shared_memory import Region, open_region
 

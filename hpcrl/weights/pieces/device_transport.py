@@ -28,7 +28,7 @@ import torch
 
 from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.errors import PeerError
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.pieces.peer_transport import GLANCE, LEFT, PeerTransport, Transfer, named
 from hpcrl.weights.pieces.wire import DATA
 

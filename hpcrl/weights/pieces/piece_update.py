@@ -26,7 +26,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.models.files.fp8 import Scheme, Stream, quantized
 from hpcrl.run.role import say
 from hpcrl.transport.torch_store import open_store
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.pieces.choose_transport import current_device, use_device
 from hpcrl.weights.pieces.device_transport import unique_id
 from hpcrl.weights.pieces.messages import receive_plans, to_bytes

@@ -24,7 +24,7 @@ from hpcrl.plan import Host
 from hpcrl.run.heartbeat import Silent
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
-from hpcrl.utils import deadline
+from hpcrl.utils import waiting
 from tests.launch.test_host import TimeLimitWatcher
 
 
@@ -72,7 +72,7 @@ def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.
     """A host that could not record its error is reported with its own last log lines."""
     clock = TimeLimitWatcher()  # for who knows why, three seconds are left to say so
     monkeypatch.setattr(attempt, "time", clock)
-    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(waiting, "time", clock)
     rundir = RunDir.create(tmp_path / "run")
     rundir.make_attempt()
     log = tmp_path / "host.log"

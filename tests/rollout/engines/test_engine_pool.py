@@ -33,8 +33,8 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import make_keys
 from hpcrl.transport.token_frames import SampleAnswer, encode
-from hpcrl.utils.deadline import Pauses
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED, TRUNCATED
+from hpcrl.utils.waiting import Pauses
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))

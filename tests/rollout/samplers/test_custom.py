@@ -24,8 +24,8 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
 from hpcrl.sample import Sample
-from hpcrl.utils.deadline import Deadline
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED
+from hpcrl.utils.waiting import Deadline
 from tests.support.able import needs
 from tests.support.two_ways import Policy, make_model, words
 

@@ -21,8 +21,8 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.teacher_logprobs import KEY, Teacher, TeacherLogprobsSampler
 from hpcrl.sample import Sample
-from hpcrl.utils.deadline import Pauses
 from hpcrl.utils.sample_parts import ABORTED, COMPLETED
+from hpcrl.utils.waiting import Pauses
 from tests.support.shares import plain_sample
 from tests.support.tiny import make_tokenizer
 

@@ -16,7 +16,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.utils.deadline import Deadline
+from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.pieces import piece_update
 from hpcrl.weights.pieces.choose_transport import choose_transport
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire

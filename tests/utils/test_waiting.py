@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hpcrl.utils import deadline
-from hpcrl.utils.deadline import Deadline, poll
+from hpcrl.utils import waiting
+from hpcrl.utils.waiting import Deadline, poll
 
 
 class TimeLimitWatcher:
@@ -25,7 +25,7 @@ class TimeLimitWatcher:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> TimeLimitWatcher:
     made = TimeLimitWatcher()
-    monkeypatch.setattr(deadline, "time", made)
+    monkeypatch.setattr(waiting, "time", made)
     return made
 
 
