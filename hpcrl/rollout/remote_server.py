@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -71,7 +70,7 @@ class RemoteServer:
                 lambda: self.request_json(path, data, deadline.left),
                 _may_pass,
                 deadline,
-                replace(PAUSES, spread=spread),
+                PAUSES.spread(spread),
                 ATTEMPTS,
             )
         except NotJson:

@@ -141,7 +141,7 @@ def _python() -> tuple[tuple[str, str], ...]:
         (f"{_INSIDE}/bin/python3", program),
         (_STANDARD, os.path.realpath(sysconfig.get_path("stdlib"))),
         (f"{_INSIDE}/hpcrl/sandbox/inside", str(_PACKAGE / "sandbox" / "inside")),
-        (f"{_INSIDE}/hpcrl/utils/waiting.py", str(_PACKAGE / "utils" / "deadline.py")),
+        (f"{_INSIDE}/hpcrl/utils/waiting.py", str(_PACKAGE / "utils" / "waiting.py")),
         *((f"{_INSIDE}/so/{name}", os.path.realpath(path)) for name, path in sorted(needed.items())),
     )
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from itertools import count, repeat
 from typing import TypeVar
 
@@ -115,24 +114,26 @@ class LastSign:
 Passing = type[Exception] | Callable[[Exception], bool]
 
 
-@dataclass(frozen=True)
 class Pauses:
-    """Pauses that grow.
+    """Pauses that grow."""
 
-    Attributes:
-        first, most: seconds.
-        growth: how many times as long as the last the next is.
-        spread: seconds that are added to each, so that not all who ask do it at once.
-    """
+    def __init__(self, first: float, most: float, growth: float = 2.0, spread: float = 0.0) -> None:
+        """Create one.  No dataclass: importing these would double a sandbox's start.
 
-    first: float
-    most: float
-    growth: float = 2.0
-    spread: float = 0.0
+        Args:
+            first, most: seconds.
+            growth: how many times as long as the last the next is.
+            spread: seconds that are added to each, so that not all who ask do it at once.
+        """
+        self._first, self._most, self._growth, self._spread = first, most, growth, spread
+
+    def spread(self, seconds: float) -> Pauses:
+        """These, with another spread."""
+        return Pauses(self._first, self._most, self._growth, seconds)
 
     def after(self, attempt: int) -> float:
         """Seconds after attempt number `attempt`, from 1."""
-        return min(self.first * self.growth ** min(attempt - 1, 64) + self.spread, self.most)
+        return min(self._first * self._growth ** min(attempt - 1, 64) + self._spread, self._most)
 
     def __iter__(self) -> Iterator[float]:
         """All of them, without end."""

@@ -94,7 +94,7 @@ def readable_directory() -> Iterator[Path]:
         source = Path(hpcrl.__file__).parent
         shutil.copytree(source / "sandbox", package / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
         (package / "utils").mkdir()
-        utils = (f"utils/{name}.py" for name in ("__init__", "deadline"))
+        utils = (f"utils/{name}.py" for name in ("__init__", "waiting"))
         for name in ("__init__.py", "errors.py", *utils):
             shutil.copy(source / name, package / name)
         (folder / "shown").mkdir()

@@ -40,7 +40,6 @@ ENVIRONMENT = {
 FAKE = "fake"  #: the argument of the zygote whose device only knows shapes
 PACKAGES = "packages"  #: that of the one which has stand-ins for Transformer Engine and DeepEP as well
 _session: tuple[str, int] | None = None  #: (its name, the pid that it ends with); None: this process is all of it
-_started: list[subprocess.Popen[bytes]] = []
 
 
 class RankError(Exception):
@@ -105,11 +104,11 @@ def _ask(request: tuple[Any, ...], kind: tuple[str, ...] = ()) -> Any:
     with socket.socket(socket.AF_UNIX) as connection:
         deadline, started = time.monotonic() + 60, False
         while connection.connect_ex(f"\0{name}"):
-            if not started:  # of workers that find none at once each starts one, and one of these takes the name
+            if not started:  # of workers that find none at once, one's takes the name
                 started = True
                 environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
                 command = [sys.executable, os.path.abspath(__file__), name, str(ends_with), *kind]
-                _started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment))
+                subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=True, timeout=60)
             assert time.monotonic() < deadline, "no zygote came up"
             time.sleep(0.02)
         with connection.makefile("rwb") as stream:
@@ -134,7 +133,10 @@ def _receive(stream: IO[bytes]) -> Any:
 
 
 def _serve(name: str, ends_with: int) -> None:
-    """Fork ranks for each request until a process has ended; return at once if another zygote has the name."""
+    """Fork ranks for each request until a process has ended; detached, since tests count their process's children.
+
+    Return at once if another zygote has the name.
+    """
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(f"\0{name}")
@@ -142,6 +144,8 @@ def _serve(name: str, ends_with: int) -> None:
     except OSError:
         return
     listener.listen(64)
+    if os.fork():
+        return
     os.dup2(2, 1)  # what ranks print is not for the worker's standard output
     if PACKAGES in sys.argv:
         from hpcrl.planning.fake_libraries import deep_ep, transformer_engine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -95,7 +94,7 @@ def test_pauses_grow_up_to_a_limit() -> None:
 
 
 def test_a_copy_of_pauses_grows_as_long() -> None:
-    copy = replace(Pauses(1.0, 30.0), spread=0.5)
+    copy = Pauses(1.0, 30.0).spread(0.5)
     assert list(islice(copy, 7)) == [1.5, 2.5, 4.5, 8.5, 16.5, 30.0, 30.0]
 
 
