@@ -44,6 +44,7 @@ def test_a_sandbox_node_is_cut_off(cluster: Cluster, tmp_path: Path, task: Path,
         sandbox_on="nodes",
         sandbox_num_nodes=2,
         max_tokens_per_gpu=2048,
+        timeout_factor=0.2,  # a call's limit is 60 s: a hundred sandboxes start at once
     )
     job = submit(cluster, recipe, tmp_path / "run", settings=SETTINGS)
     job.until(lambda: len(list(live.iterdir())) == GROUPS * EACH)
