@@ -104,8 +104,9 @@ def elsewhere(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return make_scene(tmp_path_factory.mktemp("elsewhere"), model, checkout=False)
 
 
-def test_recipes_come_with_the_wheel(bare: Path, elsewhere: Scene) -> None:
-    """A recipe that is not there is answered with where hpcrl's own are, and copying them from there is enough."""
+@pytest.fixture(scope="module")
+def copied(bare: Path, elsewhere: Scene) -> Scene:
+    """The same directory, after a copy of hpcrl's own recipes as the errors print it."""
     environment = elsewhere.environment(bare)
     lines = {"examples": "hpcrl plan examples/quickstart.toml", "hostfiles": "hpcrl hostfile hostfiles/8x8.txt"}
     assert set(lines) == set(SHIPPED)
@@ -122,12 +123,19 @@ def test_recipes_come_with_the_wheel(bare: Path, elsewhere: Scene) -> None:
         (copy,) = re.findall(r"cp -r \S+ \.", done.stderr)
         assert copy.endswith(f"/{name} .")
         subprocess.run(["bash", "-c", copy], env=environment, cwd=elsewhere.folder, check=True, timeout=240)
+    return elsewhere
 
 
-def test_what_a_login_node_is_asked_works(bare: Path, elsewhere: Scene) -> None:
+def test_recipes_come_with_the_wheel(copied: Scene) -> None:
+    """A recipe that is not there is answered with where hpcrl's own are, and copying them from there is enough."""
+    assert (copied.folder / "examples" / "quickstart.toml").is_file()
+    assert list((copied.folder / "hostfiles").iterdir())
+
+
+def test_what_a_login_node_is_asked_works(bare: Path, copied: Scene) -> None:
     commands = [command for command in [*printed(), *helped()] if cheap(command)]
     wrong = []
-    for command, (status, said) in zip(commands, typed(commands, elsewhere, bare / "python"), strict=True):
+    for command, (status, said) in zip(commands, typed(commands, copied, bare / "python"), strict=True):
         lacks = command.verb in ("run", "eval") and "--site" not in command.words and "--help" not in command.words
         if lacks and not (status == 2 and "hpcrl[gpu]" in said):
             wrong.append(f"{command.line}: {status}, not told what is not installed: {said[-500:]}")

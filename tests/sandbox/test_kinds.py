@@ -32,17 +32,21 @@ from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool
 LIMITS = BoxLimits(memory=256 << 20, processes=48, disk=16 << 20, inodes=500, output=1 << 16, seconds=30.0)
 told = json.loads(told)
 
-def children(pid):
-    found = []
+def parents():
+    # each process -> its parent; one that has ended, and that init has not waited for yet, is none
+    found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as file:
-                words = file.read().rpartition(")")[2].split()
+                state, parent = file.read().rpartition(")")[2].split()[:2]
         except OSError:
             continue
-        if int(words[1]) == pid and words[0] != "Z":
-            found.append(int(name))
-    return sorted(found)
+        if state not in "ZX":
+            found[int(name)] = int(parent)
+    return found
+
+def children(pid):
+    return sorted(child for child, parent in parents().items() if parent == pid)
 
 def family(pid):
     return [pid, *(one for child in children(pid) for one in family(child))]
@@ -209,7 +213,7 @@ async def main():
                     await asked
                     found[which] = "answered"
                 except SandboxLost:
-                    gone = lambda: not sleepers("4803") and not any(os.path.exists(f"/proc/{one}") for one in all_of_it)
+                    gone = lambda: not sleepers("4803") and parents().keys().isdisjoint(all_of_it)
                     found[which] = "lost" if await until(gone) else f"left {sleepers('4803')}"
         async with pool.box() as box:
             found["after"] = (await box.run("echo alive")).stdout
