@@ -268,8 +268,9 @@ SLACK = 2.0  #: nats below the half, for what a product of two ratios is multipl
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """The largest log-ratio that is told from a larger one (42.4 in float32, 352.9 in float64): the product of two such
-    ratios, as in a KL that is weighted by a ratio, is finite as well."""
+    """The bound of log-ratios: 42.4 in float32, 352.9 in float64.
+
+    The product of two ratios at the bound is finite too, as in a KL that is weighted by a ratio."""
     return math.log(torch.finfo(dtype).max) / 2 - SLACK
 
 

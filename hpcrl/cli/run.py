@@ -22,10 +22,10 @@ usage: hpcrl run [RECIPE.toml] [--option value ...] [--dry-run]
   --help-all                      this text, with every option
 
 RECIPE.toml is a file, or the folder that hpcrl init made; without it the command takes recipe.toml of this directory.
-Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages a plain flag
-counts in every stage, --STAGE.option, such as --grpo.lr 2e-5, in that one. Flags of Megatron-core have Megatron's
-names, those of vLLM are --vllm-NAME (hpcrl options --megatron or --vllm lists them). Each is also a key of the recipe,
-with underscores."""
+Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages, a plain flag counts in every
+stage; --STAGE.option, such as --grpo.lr 2e-5, counts in that stage. Flags of Megatron-core have Megatron's names, those
+of vLLM are --vllm-NAME (hpcrl options --megatron or --vllm lists them). Each is also a key of the recipe, with
+underscores."""
 
 
 def run(argv: list[str]) -> int:

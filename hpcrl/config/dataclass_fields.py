@@ -167,7 +167,7 @@ def _borrowed(module: _Module, value: ast.expr | None) -> Setting | None:
 
 
 def _hint(module: _Module, node: ast.expr) -> Any:
-    """An annotation as a type; `object` for what cannot be told."""
+    """An annotation as a type; `object` where it is unknown."""
     match node:
         case ast.Constant(value=str(text)):
             return _hint(module, ast.parse(text, mode="eval").body)

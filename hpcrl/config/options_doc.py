@@ -22,7 +22,7 @@ edit it directly.
 Each option is a flag (`--num-rollout 20`) and a key of a recipe with underscores (`num_rollout = 20`). `--x` turns a
 switch on, `--no-x` off. A list takes its words after the flag (`--rollout-stop a b`), an object is JSON; in TOML they
 are a list and a table. A flag takes precedence over a stage's table, and that over the top of the recipe. A plain flag
-counts in every stage, `--STAGE.option`, such as `--grpo.lr 2e-5`, in that one. Unknown names are errors with a
+counts in every stage; `--STAGE.option`, such as `--grpo.lr 2e-5`, counts in that stage. Unknown names are errors with a
 suggestion, all reported together; options without an effect are errors too. The column `source` names the project from
 which an option takes its name and meaning.
 """

@@ -240,8 +240,10 @@ def _irregular(flag: str, regular: Target | None) -> Target:
 
 
 def _flags(table: Table, setting: Setting) -> dict[str, Target]:
-    """--x, behind a prefix where it is vLLM's; a switch is turned off by --no-x, one of Megatron's that is on also by
-    --disable-x or the name that it declares."""
+    """The flags of a setting: --x, or --vllm-x for one of vLLM's.
+
+    --no-x turns a switch off. Megatron's switches that are on by default also have --disable-x, and the names that they
+    declare."""
     name, prefix = dashed(setting.name), "vllm-" if table == "vllm" else ""
     flags: dict[str, bool | None] = dict.fromkeys((name, *setting.spellings))
     if setting.kind.base == "bool" and not setting.kind.many:

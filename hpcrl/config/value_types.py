@@ -174,7 +174,7 @@ def union(kinds: Iterable[Kind]) -> Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """The kind of a Python type annotation; of a type that cannot be told it is left open."""
+    """The kind of a Python type annotation; "any" for a type that has no kind."""
     origin = typing.get_origin(annotation) or annotation
     args = [a for a in typing.get_args(annotation) if a is not Ellipsis]
     if origin in (types.UnionType, typing.Union):

@@ -99,13 +99,13 @@ class CoreCalls:
             question = asyncio.ensure_future(self._ask(scope, receive))
             self._asked.add(question)
             question.add_done_callback(self._asked.discard)
+            question.add_done_callback(lambda one: one.cancelled() or one.exception())  # read, or asyncio logs it
             while not question.done() and not self._calls:
                 await asyncio.wait([question], timeout=GLANCE)
             if question.done():
                 return question.result()
         path, since, until = max(self._calls.values(), key=lambda call: call[2])
-        now = time.monotonic()
-        late = now > until
+        late = (now := time.monotonic()) > until
         text = f"{path} for {now - since:.0f} s, of {until - since:.0f}"
         body = json.dumps({"error" if late else "at": text}).encode()
         head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

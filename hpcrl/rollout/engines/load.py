@@ -39,7 +39,7 @@ class Loads:
         Args:
             limit: requests that each engine may have.
             clock: microseconds that never go back.
-            busy: is told (engine, begin, end) of each time in which an engine had requests.
+            busy: called with (engine, begin, end) of each period in which an engine had requests.
         """
         self._limit = limit
         self._clock = clock
@@ -103,7 +103,7 @@ class Loads:
         return now
 
     def _tell(self, engine: int, now: int) -> None:
-        """Tell its last busy time, up to now if it lasts."""
+        """Pass on its last busy period, up to now if it lasts."""
         begin, end = self._spells.pop(engine, (now, now))
         end = now if end is None else end
         if end > begin:
@@ -111,7 +111,7 @@ class Loads:
 
     def measures(self) -> dict[str, float]:
         """Since the last call: the share of the engines' time without any request, their requests as a share of what
-        they may have, and requests in flight; nothing where there was no engine.  Busy times are told up to now.
+        they may have, and requests in flight; nothing where there was no engine.  Busy periods are passed on up to now.
         """
         now = self._account()
         for engine, (_, end) in list(self._spells.items()):

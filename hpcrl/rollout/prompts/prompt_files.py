@@ -275,7 +275,7 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Tokenizer)
     It ends with the last assistant's turn.
 
     Raises:
-        ValueError: says which turn cannot be told apart, and why.
+        ValueError: names the turn whose text cannot be found, and says why.
     """
     clean = [{key: value for key, value in message.items() if key != LEARN} for message in messages]
     ends = template.end_texts()
@@ -287,8 +287,8 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Tokenizer)
         before = template.render(clean[:number], True, tools)
         if not whole.startswith(before) or len(before) < at:
             raise ValueError(
-                f"message {number + 1} cannot be told apart: the chat template renders a longer conversation without "
-                "the prompt of this turn as its beginning; make the conversation end here, or learn from --label-key"
+                f"the text of message {number + 1} cannot be found: the chat template renders a longer conversation "
+                "without this turn's prompt as its beginning; make the conversation end here, or learn from --label-key"
             )
         last = number == turns[-1]
         end = _end_of_turn(whole, len(before), ends, clean[number], number, last)
@@ -329,7 +329,7 @@ def render(row: PromptRow, keys: Keys, tokenizer: Tokenizer) -> RenderedRow:
     """The texts of a row.
 
     Raises:
-        ValueError: if the chat template refuses it, or its turns cannot be told apart.
+        ValueError: if the chat template refuses it, or the text of a turn cannot be found.
     """
     if row.messages is not None and keys.conversation:
         first, *rest = pieces(row.messages, row.tools, tokenizer)

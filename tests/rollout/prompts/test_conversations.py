@@ -118,7 +118,7 @@ def test_a_template_whose_turns_end_with_the_next_role(tmp_path: Path) -> None:
             "{% for m in messages %}{{ loop.revindex }}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}",
             TALK,
-            "message 2 cannot be told apart",
+            "message 2 cannot be found",
         ),
         (
             PLAIN,
