@@ -25,7 +25,7 @@ LARGEST_ATTRIBUTE = 2**20  #: bytes
 
 
 class BadSample(DataError):
-    """What code of the user's has set of a sample is none; the text follows the name of that code."""
+    """The user's code has set an invalid value in a sample; the text follows the name of that code."""
 
 
 class _Late:

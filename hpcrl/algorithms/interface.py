@@ -300,7 +300,7 @@ def find(kind: Kind, name: str, option: str) -> Callable[..., Any]:
     """The function that `name` stands for.
 
     Raises:
-        UsageError: names the option if there is none; so does the HpcrlError of what a custom one raises.
+        UsageError: names the option if it stands for nothing; an HpcrlError does so for what a custom one raises.
     """
     if is_path(name):
         return guarded(load_own(option.removeprefix("--").replace("-", "_"), name), f"{option} {name}")

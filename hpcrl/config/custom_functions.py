@@ -62,7 +62,7 @@ def ours(path: str, flag: str) -> str:
     """What a path of slime's or vime's is here, "" for what is done anyway; other paths as they are.
 
     Raises:
-        UsageError: for another one of theirs: hpcrl does not have their code.
+        UsageError: for any other path in their code, which hpcrl does not have.
     """
     found = _FOREIGN.fullmatch(path)
     if found is None:

@@ -84,7 +84,7 @@ def _built(loader: Any, node: Any) -> Any:
     """The values of a document.
 
     Raises:
-        ValueError: for a word that is none of its kind, such as a date that no calendar has.
+        ValueError: for a malformed value, such as a date that no calendar has.
     """
     try:
         return loader.construct_document(node)

@@ -103,7 +103,7 @@ _KEYS: dict[str, tuple[Kind, float | None, float | None]] = {
     "skip_special_tokens": (Kind("bool"), None, None),
 }
 _OF_A_SET = {"name": (Kind("str"), None, None), "path": (Kind("str"), None, None)}
-#: slime's keys that are none here -> why
+#: slime's keys that hpcrl refuses -> why
 _NOT_HERE = {
     "spaces_between_special_tokens": "a response is decoded as the tokenizer has it",
     "no_stop_trim": "a stop string stays in the response",

@@ -95,7 +95,7 @@ NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name 
 
 # ---- needed parts
 
-#: what a setting may need besides CUDA -> the packages of which one must be installed
+#: what a setting may need besides CUDA -> the packages, one of which must be installed
 PARTS: dict[str, tuple[str, ...]] = {
     "Transformer Engine": ("transformer_engine",),
     "flash-attn or Transformer Engine": ("flash_attn", "transformer_engine"),

@@ -138,7 +138,7 @@ class Options(
 
     @property
     def trains_only(self) -> bool:
-        """Whether the run has no engines: it trains from files, or is told to do without."""
+        """Whether the run has no engines: it trains from files, or an option turns them off."""
         return self.debug_train_only or self.load_debug_rollout_data is not None
 
     @property

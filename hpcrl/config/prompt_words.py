@@ -52,7 +52,7 @@ def read_word(word: str, flag: str) -> PromptWord:
     """What `word` names.
 
     Raises:
-        UsageError: naming `flag`, for a slice or a weight that is none.
+        UsageError: naming `flag`, for an invalid slice or weight.
     """
     match = _WORD.fullmatch(word)
     if match is None:

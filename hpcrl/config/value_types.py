@@ -191,7 +191,7 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def read_json_word(word: str) -> Any:
-    """A word as JSON; ValueError if it is none, or is nested too deep."""
+    """A word as JSON; ValueError if it is not JSON, or is nested too deep."""
     try:
         return json.loads(word)
     except RecursionError:

@@ -4,7 +4,7 @@ vLLM's own sleep frees nothing on a CPU.  The pages of the KV cache, and at leve
 back to the kernel (madvise, MADV_DONTNEED); the tensors stay where they are and read as zeros until something is
 written, when the kernel gives new pages.  So an engine that wakes has the memory again without asking for it: for the
 weights by the update, for the cache by the next requests.  The CPU build multiplies with packed copies of its matrices,
-which the update remakes: at level 2 they go too, and malloc is told to hand back what it has free.
+which the update remakes: at level 2 they go too, and malloc returns its free memory to the system.
 
 Invariants: only whole pages of our own anonymous memory go, the rest of a tensor is set to zero; buffers, which no
 update brings, stay; a layer whose packed copy is gone refuses to multiply.

@@ -2,7 +2,7 @@
 
     python -m hpcrl.engine.follower RUN --attempt N --index I --node K
 
-Invariant: as in `hpcrl.engine.main`: a part that ends before it is told to is an error that names engine, part and
+Invariant: as in `hpcrl.engine.main`: a part that ends too early is an error that names engine, part and
 host, and ends the attempt, as the engine cannot continue without it.
 """
 

@@ -3,7 +3,7 @@
     Authorization: Bearer <HMAC of the engine's realm under RUN/keys/http.key>
 
 The realm is INDEX.INCARNATION, or, of an engine that no run has started, a random number, new each time it is served.
-A caller without a key is told it (RFC 9110, 11.5): it is no secret.
+A caller without a key gets it in the answer (RFC 9110, 11.5): it is no secret.
 
 vLLM's own --api-key guards some path prefixes only; pausing, weight updates and collective RPC stay open.  This ASGI
 middleware stands in front of all routes, those of later vLLM versions and websockets included.

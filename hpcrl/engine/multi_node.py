@@ -1,4 +1,4 @@
-"""Sockets and addresses of an engine: what each of its parts is told where it spans several hosts, and the socket that
+"""Sockets and addresses of an engine: what each of its parts gets where it spans several hosts, and the socket that
 its server gets from the supervisor.
 
 The first part chooses two free ports of its host and publishes them (`MeetingPeer`); vLLM binds them itself.  The

@@ -184,7 +184,7 @@ async def _reply(send: Send, status: int, kind: bytes, body: bytes) -> None:
 # used.
 
 
-#: in the place of a path to an adapter's files: there are none, an engine without the adapter ends by looking for them
+#: in place of a path to an adapter's files, which do not exist: an engine without the adapter ends by looking for them
 COMES_LATER = f"updates bring it: {secrets.token_hex(8)}"  #: vLLM tells what it has computed of prompts by it
 
 

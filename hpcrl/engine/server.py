@@ -81,7 +81,7 @@ def parse(values: Mapping[str, Any]) -> Namespace:
 
 
 async def serve(sock: socket.socket, args: Namespace, fork: bool, http: type[Any]) -> None:
-    """Run vLLM's API server on a bound socket until it is told to end.
+    """Run vLLM's API server on a bound socket until a signal ends it.
 
     Args:
         http: uvicorn's protocol for it.
@@ -101,7 +101,7 @@ async def serve(sock: socket.socket, args: Namespace, fork: bool, http: type[Any
 
 
 def follow(args: Namespace) -> None:
-    """vLLM's own headless start: the workers of this host, until the first part ends or this process is told to."""
+    """vLLM's own headless start: the workers of this host, until the first part ends or a signal ends this process."""
     from vllm.entrypoints.cli.serve import run_headless
 
     args.api_server_count = 0

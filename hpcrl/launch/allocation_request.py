@@ -1,4 +1,4 @@
-"""What a run asks of Slurm: how many nodes of which size, in which layout, so that every stage has its plan.
+"""What a run asks of Slurm: how many nodes, how large, in what layout, so that every stage has its plan.
 
 Invariants: pure functions of options and a site's profile; the hosts that a request will bring, in the order in which
 it brings them, hold the plan of every stage.

@@ -1,4 +1,4 @@
-"""The processes of a host: which there are, what each is started with, and what is said of its end.
+"""The processes of a host: which it has, how each starts, and how its end is reported.
 
 Invariants: what runs on a host follows from the plan alone; every role has a session of its own, and an environment in
 which nothing of the launcher's own rank is left.
@@ -57,14 +57,14 @@ class Role:
 
     @property
     def engine(self) -> int | None:
-        """The engine that it is, or is a part of; None if it is none."""
+        """The engine that it is, or is a part of; None if it is another role."""
         if self.name == "engine":
             return self.index
         return int(self.name.split("-")[1]) if self.name.startswith(PART) else None
 
     @property
     def serves(self) -> bool:
-        """Whether it is an engine, a part of one, or a node's sandboxes, which run until they are told to end."""
+        """Whether it is an engine, a part of one, or a node's sandboxes, which run until a signal ends them."""
         return self.engine is not None or self.name == SANDBOX
 
     def exit_report(self) -> str:
@@ -127,7 +127,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
     empty where the user wants CPUs.
 
     Args:
-        inherited: the variable as this process has it. One of NO_GPUS, it says that there are none: the run is on CPUs.
+        inherited: the variable as this process has it. A value of NO_GPUS means that the run is on CPUs.
             Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
     """
     if (

@@ -279,7 +279,7 @@ def rope(config: Config, share: float = 1.0) -> dict[str, Any]:
 
 
 def refuse(config: Config, wanted: Mapping[str, Sequence[Any]]) -> None:
-    """Raise DataError if a setting of the config is none of the values that the family implements (absent: fine)."""
+    """Raise DataError if a setting of the config has a value that the family does not implement (absent: fine)."""
     for name, values in wanted.items():
         if name in config and config[name] not in values:
             shown = " or ".join(repr(value) for value in values)

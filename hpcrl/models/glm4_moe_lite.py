@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: the layers of DeepSeek-V3, of which a list says which have experts.
+"""GLM-4.7-Flash: the layers of DeepSeek-V3, with a list of those that have experts.
 
 transformers reads that list, or takes the first layer alone for dense; vLLM reads first_k_dense_replace, and cannot do
 without it.

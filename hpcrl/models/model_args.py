@@ -116,7 +116,7 @@ def _check(field: str, value: Any, facts: Mapping[str, Any]) -> None:
 
 
 def _nothing(field: str, value: Any) -> bool:
-    """Whether a value means the same as leaving the setting out: groups of which there is one, a factor of 1."""
+    """Whether a value means the same as leaving the setting out: a single group, a factor of 1."""
     ones = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor")
     return value is None or (field in ones and value == 1)
 
@@ -136,7 +136,7 @@ PERIODS = ("moe_layer_freq", "linear_attention_freq")
 def _layers(value: Any, layers: int, field: str) -> Any:
     """One 0 or 1 for each layer: from a period, a list, or a text such as "([0]*3+[1]*5)*4".
 
-    A value that is none of these is returned as it is.
+    Any other value is returned as it is.
     """
     if isinstance(value, str):
         try:

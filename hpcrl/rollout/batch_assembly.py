@@ -28,7 +28,7 @@ from hpcrl.sample import Sample
 from hpcrl.transport.share_format import SampleBatch, Share, responses_of, whole_responses
 from hpcrl.utils.sample_parts import OPTIONAL, PENDING, REQUIRED, STATUSES, TRUNCATED
 
-AGES = 8  #: policy versions that are told apart in metrics
+AGES = 8  #: policy versions that have metrics of their own
 
 
 @dataclass
@@ -179,9 +179,9 @@ def batch_metrics(
     """What to log about a rollout that took `seconds` and is consumed by a trainer at `version`; lengths in tokens.
 
     Args:
-        sampled: False: the responses are labels to learn, of which only lengths are worth logging.
+        sampled: False: the responses are labels to learn; only their lengths are worth logging.
         gpus: of the run's own engines; 0: none are known.
-        dropped: samples that were finished, too, and of which only failed gradings are counted.
+        dropped: samples that were finished, too; only their failed gradings are counted.
         unknown: the tokenizer's token for what it does not know.
     """
     samples = rollout.samples()

@@ -83,7 +83,7 @@ def expect(name: str, value: Any, wanted: str, read: Callable[[Any], T]) -> T:
     """What a function returned, as `read` reads it.
 
     Raises:
-        HpcrlError: says what is wanted, where `read` raises.
+        HpcrlError: says what a value must be, where `read` raises.
     """
     try:
         return read(value)

@@ -59,8 +59,8 @@ class PolicyRollouts:
     """Of one attempt, between `start_run` and `finish`.
 
     Args:
-        failed: is told of an error, which ends the process.
-        finished: is told of the end of the rollouts.
+        failed: called with an error, which ends the process.
+        finished: called at the end of the rollouts.
     """
 
     def __init__(

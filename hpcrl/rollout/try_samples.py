@@ -111,7 +111,7 @@ def group_lines(number: int, group: Group, tried: Sequence[Tried], tokenizer: To
     """A prompt with the responses to it.
 
     Args:
-        grades: whether they have rewards, of which 0 is one.
+        grades: whether they have rewards, a reward of 0 included.
     """
     prompt = group.prompt
     lines = [f"prompt {number + 1}: {visible(prompt.where)}, {len(prompt.tokens)} tokens"]

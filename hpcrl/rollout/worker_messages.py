@@ -59,7 +59,7 @@ def unpack(packed: PackedSample) -> Sample:
     """The sample again; its columns are not set where `pack` was asked for none.
 
     Raises:
-        ValueError, KeyError, TypeError: if it is none.
+        ValueError, KeyError, TypeError: if it is invalid.
     """
     columns = {name: np.frombuffer(data, COLUMNS[name].dtype).copy() for name, data in packed.columns.items()}
     for name, shape in packed.shapes.items():

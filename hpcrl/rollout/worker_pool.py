@@ -36,7 +36,7 @@ from hpcrl.utils.waiting import Deadline
 POLL = 0.05  #: seconds between two looks at the processes
 START = 120.0  #: seconds that a process may take to load the user's code
 END = 5.0  #: seconds that killed processes may take to be gone
-PATIENCE = 2.0  #: seconds that a process has to heed a cancellation
+PATIENCE = 2.0  #: seconds that a process has to follow a cancellation
 TRIES = 3  #: of a job whose sandbox is lost each time
 MORE = 4  #: times the limits, for a job that is repeated in deterministic mode
 

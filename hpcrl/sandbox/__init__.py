@@ -62,7 +62,7 @@ async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> Asy
         limits: what the box may use; see `BoxLimits` for their defaults.
 
     Raises:
-        UsageError: if the image is none of these.
+        UsageError: if the image is anything else.
         Unconfined: if this machine can make no box, and why.
         SandboxLost: if the box ends while it is used; whatever needed it is done again.
     """

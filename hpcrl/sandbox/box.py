@@ -31,10 +31,10 @@ class BoxResult(NamedTuple):
 
     Attributes:
         code: its exit status, negative for a signal; as a shell's, 127 if there is no such program.
-        stdout, stderr: the first bytes of what it wrote, as UTF-8; what is none is replaced.
+        stdout, stderr: the first bytes of what it wrote, as UTF-8; other bytes are replaced.
         stdout_cut, stderr_cut: it wrote more than `BoxLimits.output` bytes, which was thrown away.
         timed_out: it had not ended in time, and was ended.
-        limit: the other limit that ended it, in words, or "".
+        limit: the text of the other limit that ended it, or "".
     """
 
     code: int

@@ -33,10 +33,10 @@ from hpcrl.sandbox.inside.kernel import read_kernel
 from hpcrl.sandbox.limits import BoxLimits
 
 SYSTEM_IMAGE = "system"  #: the machine's own programs
-#: kind -> its programs, of which one has to be there; the order in which "auto" tries them
+#: kind -> its programs, one of which must be there; "auto" tries them in this order
 PROGRAMS = {"unshare": ("unshare",), "bwrap": ("bwrap",), "apptainer": ("apptainer", "singularity")}
 AUTO = "auto"
-VARIABLE = "HPCRL_SANDBOX_KIND"  #: of the environment: the kind of pools that are told none
+VARIABLE = "HPCRL_SANDBOX_KIND"  #: environment variable: the kind of pools that get none
 #: where programs and libraries lie
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 #: what programs and libraries read of the system's settings

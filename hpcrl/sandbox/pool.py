@@ -78,7 +78,7 @@ class SandboxPool(CountedPool):
             shown: files and directories that a box of "system" sees besides.
 
         Raises:
-            UsageError: if the image is none of these, or the pool is closed.
+            UsageError: if the image is anything else, or the pool is closed.
             Unconfined: if this machine can make no box.
             SandboxLost: if it ends before it is ready.
         """
@@ -207,7 +207,7 @@ class SandboxPool(CountedPool):
             task.add_done_callback(self._tasks.pop)
 
     async def _make_ahead(self, kind: Kind) -> None:
-        with contextlib.suppress(HpcrlError):  # who asks for a box is told
+        with contextlib.suppress(HpcrlError):  # whoever asks for a box gets the error
             await self._add(kind)
 
     async def _add(self, kind: Kind) -> None:

@@ -33,7 +33,7 @@ class Confined(NamedTuple):
         code: its exit status, negative for a signal.
         out, err: what it wrote; control characters are still in it.
         late: it had not ended in time.
-        limit: the other limit over which it was ended, in words, or "".
+        limit: the text of the other limit that ended it, or "".
     """
 
     code: int

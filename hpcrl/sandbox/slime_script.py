@@ -186,7 +186,7 @@ def _outcome(
 
 
 def _first_line(text: str, number: str) -> int:
-    """The line at which a command begins, of which bash names one that is continued from it."""
+    """The line at which a command begins; bash names a line that continues it."""
     lines, found = text.splitlines(), int(number) if number.isdecimal() else 1
     while 2 <= found <= len(lines) + 1 and lines[found - 2].endswith("\\"):
         found -= 1

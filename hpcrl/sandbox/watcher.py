@@ -2,8 +2,8 @@
 
     python3 -ISc ... LIFELINE TALK PARENT TASK
 
-LIFELINE and TALK are numbers of open sockets: the box's user closes LIFELINE when the box is to end, and is told
-through it why the box has ended by itself; TALK is the box's own.  PARENT is the user's process id.  TASK is JSON:
+LIFELINE and TALK are numbers of open sockets: the box's user closes LIFELINE when the box is to end, and reads
+from it why the box has ended by itself; TALK is the box's own.  PARENT is the user's process id.  TASK is JSON:
 `words` (the program, in which {talk} and {watcher} stand for numbers), `limits` (of a `BoxLimits`).
 
 Invariant: the box has ended, with all that runs in it, when this process does; and this process ends with its user.
@@ -105,7 +105,7 @@ class Watch:
         return []
 
     def _look(self) -> tuple[int, int, str]:
-        """(processes, bytes of memory with those of the disk, what it is over, in words)."""
+        """(processes, bytes of memory with those of the disk, the text of the limit that it is over)."""
         limits, pids = self._limits, self.processes()
         written, files = (now - begun for now, begun in zip(self._on_disks(), self._begun, strict=True))
         most = pids[: limits.processes + 2]  # more are too many anyway, and looking at them takes time

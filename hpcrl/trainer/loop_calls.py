@@ -1,6 +1,6 @@
 """What the calls of the training loop (`training_loop.py`) do, and how far it is.
 
-Invariants: every call is collective; the watchers are told of it once it is done, on every rank alike.
+Invariants: every call is collective; the watchers observe it once it is done, on every rank alike.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class RolloutDriver:
         return True
 
     def _fetch(self, rollout_id: int) -> Share | None:
-        """The samples of a rollout, None if the run is asked to stop; engines that come back meanwhile are told the
+        """The samples of a rollout, None if the run is asked to stop; engines that come back meanwhile learn the
         version of their weights."""
         end = Deadline(self.options.rollout_timeout)
         while self.client.stop_seen is None:

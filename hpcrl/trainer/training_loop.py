@@ -4,7 +4,7 @@
 
 With --loop async and fully-async the next rollout is requested before this one is trained on (`loop_schedule.py`).
 With --colocate the checkpoint is saved before the weights are published: after that the engines have the GPUs.
-What each call does is in `loop_calls.py`; what watches the loop is told of it by `observe` (`loop_watchers.py`).
+What each call does is in `loop_calls.py`; what watches the loop learns of it by `observe` (`loop_watchers.py`).
 
 Invariants: all ranks take the same branch at every step, because the answers that rank 0 gets from the queue, and what
 it sees of a request to stop, are shared before any rank acts on them; a stop waits for no other role; the policy

@@ -2,8 +2,8 @@
 
 Invariants: every wait has a deadline, ends soon after another process of the attempt has failed (on one host within
 0.2 s; on several the host's own process ends it), and its error names role, host and what was awaited; once the run is
-asked to stop, nothing waits for a silent server; a request is sent again until it is answered; the server is told that
-a share has arrived only when it has been checked.
+asked to stop, nothing waits for a silent server; a request is sent again until it is answered; a share is
+acknowledged only when it has been checked.
 """
 
 from __future__ import annotations

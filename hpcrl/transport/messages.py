@@ -6,7 +6,7 @@
 
 A client sends a request again until it has the answer, which is the same bytes each time.
 
-Invariants: every message is one typed msgspec Struct with a tag; bytes that are none raise WireError and nothing else;
+Invariants: every message is one typed msgspec Struct with a tag; other bytes raise WireError and nothing else;
 no message, and no result of a call, is larger than MAX_MESSAGE, no frame of a client larger than LIMIT, none
 of the server than MAX_PIECE.
 """

@@ -69,7 +69,7 @@ class Rank:
     calls: dict[str, _Call] = field(default_factory=dict)
 
     def refusal(self, hello: messages.Hello, plan: Plan, dp_size: int) -> HpcrlError | None:
-        """Why a client that says `hello`, and holds this rank's key, is none of this run; None if it is one."""
+        """Why a client that says `hello`, and holds this rank's key, is not of this run; None if it is."""
         here = f"trainer DP rank {self.number} on {hello.host}"
         mine = (plan.run_id, plan.attempt)
         its = (hello.run_id, hello.attempt)
@@ -234,7 +234,7 @@ class QueueServer:
     # ---- shares
 
     async def _fetch(self, rank: Rank, route: bytes, fetch: messages.Fetch) -> None:
-        """Let go of what has arrived, and send what is there of what is wanted."""
+        """Drop what has arrived, and send the parts that are ready and asked for."""
         to: messages.Request = ("share", fetch.first)
         if self._failure:
             await self._send(route, messages.failed(self._failure, to))

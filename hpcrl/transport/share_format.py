@@ -165,7 +165,7 @@ MOST_FRAMES = 1 + len(WIRE)
 
 
 class WireError(HpcrlError):
-    """What came over the wire, or was to go over it, is none of the queue's messages."""
+    """What came over the wire, or was to go over it, is not a message of the queue."""
 
 
 @dataclass

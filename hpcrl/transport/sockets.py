@@ -21,7 +21,7 @@ from hpcrl.transport.messages import LIMIT, MAX_PIECE
 #: milliseconds between heartbeats, and of silence until a connection counts as dead.  They are libzmq's own, answered
 #: by its threads whatever Python does.
 HEARTBEAT, HEARTBEAT_TIMEOUT = 5_000, 30_000
-#: milliseconds until who has not said who it is must go; it may try again (libzmq's own default is 30 s)
+#: milliseconds that a peer has to say who it is; it may try again (libzmq's own default is 30 s)
 HANDSHAKE = 10_000
 #: messages that libzmq queues for one peer; a client has at most two answers under way
 HIGH_WATER = 1_000

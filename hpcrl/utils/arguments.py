@@ -49,7 +49,7 @@ _asking = False
 
 
 def declare(*taken: Any, **more: Any) -> None:
-    """Say what the command takes, by the arguments of `Declared`, if that is what is asked."""
+    """Say what the command takes, by the arguments of `Declared`, if the user asks for that."""
     if _asking:
         raise Declared(*taken, **more)
 

@@ -11,7 +11,7 @@ def try_lock(file: BinaryIO, without: Callable[[str], None]) -> bool:
     """Whether the lock of an open file is ours now, or its file system has none.
 
     Args:
-        without: told why, in the latter case.
+        without: called with the reason where its file system has none.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

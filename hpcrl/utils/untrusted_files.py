@@ -36,7 +36,7 @@ def open_regular(path: Path) -> BinaryIO:
     """A regular file, to be read.
 
     Raises:
-        OSError: if it is none, is a link, or cannot be opened; never waits for a writer.
+        OSError: if it is not regular, is a link, or cannot be opened; never waits for a writer.
     """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -117,7 +117,7 @@ def parse_json(line: bytes | str) -> Any:
     """A line of JSON.
 
     Raises:
-        Damaged: a ValueError, if it is none, is nested too deep, or holds a number that Python refuses to read.
+        Damaged: a ValueError, if it is not JSON, is nested too deep, or holds a number that Python refuses to read.
     """
     try:
         return json.loads(line)
@@ -129,7 +129,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """The values of a TOML file.
 
     Raises:
-        Damaged: a ValueError, if it is none, or holds a whole number of more than 64 bits; RecursionError: if it is
+        Damaged: a ValueError, if it is not TOML, or holds a whole number of more than 64 bits; RecursionError: if it is
             nested too deep.
     """
     try:

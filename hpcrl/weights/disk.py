@@ -2,7 +2,7 @@
 
     DIR/version-00000007/model-00001.safetensors, ..., model.safetensors.index.json
 
-It is written while engines still generate, and has its name once every byte of it is on disk.  Engines are told over
+It is written while engines still generate, and has its name once every byte of it is on disk.  Engines learn over
 HTTP where it is, with a digest of each file, and read it themselves; afterwards it goes.  A hook may bring it to where
 they see it.  It is a directory as Hugging Face's are, so what is not started by hpcrl can read it too.
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from hpcrl.weights.pieces.planning import Source
 
-Written = Callable[[Path, EngineBroadcast], None]  #: is told of each directory that is complete
+Written = Callable[[Path, EngineBroadcast], None]  #: called with each directory that is complete
 
 
 class DiskUpdate:

@@ -41,7 +41,7 @@ class WeightSender:
     Attributes:
         host: address of the driver.
         base: engines with an adapter are sent the weights under it.
-        written: is told of each directory that --weight-transfer disk has written.
+        written: called with each directory that --weight-transfer disk has written.
         identity: the run's, in the name of these directories.
     """
 
@@ -92,7 +92,7 @@ class WeightSender:
         self._agree()
         self.needs = needed_tensors(self.manifests)
         first = self.manifests[0][0]
-        self.unknown = () if first["unseen"] else tuple(first["opaque"])  # how names begin of which no more is known
+        self.unknown = () if first["unseen"] else tuple(first["opaque"])  # how names begin that say no more
         self.ties: dict[str, list[str]] = {}
         for name, need in first["tensors"].items():
             if need["same_as"]:

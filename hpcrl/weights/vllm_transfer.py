@@ -207,7 +207,7 @@ class IpcHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShareCommand(msgspec.Struct, frozen=True):
-    """What every rank is told of an update over CUDA IPC: dtypes by name, and bytes of its buffer."""
+    """The message to every rank of an update over CUDA IPC: dtypes by name, and bytes of its buffer."""
 
     dtypes: dict[str, str]
     limit: int

@@ -49,7 +49,7 @@ class AnswerStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The answer of a worker.
 
         Raises:
-            PeerError: if it is none.
+            PeerError: if it is invalid.
         """
         packed = store.get(self._name(worker))
         opened = zlib.decompressobj()

@@ -91,7 +91,7 @@ def check_engines(o: Options) -> None:
 
 
 def check_external(o: Options) -> None:
-    """Raise UsageError for addresses that are none, and for engines that this run cannot share."""
+    """Raise UsageError for invalid addresses, and for engines that this run cannot share."""
     addresses = [split_address(text) for text in o.rollout_external_engine_addrs]
     if twice := next(
         (text for text in o.rollout_external_engine_addrs if addresses.count(split_address(text)) > 1), None

@@ -26,7 +26,7 @@ SPECULATION = "--vllm-speculative-config"
 #: of config.json: how many those are
 _LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _NO_ENGINE = "the prompt file is learned, and without --eval-interval no engine is used"
-#: what is said to engines, and to what grades their answers
+#: settings of engines, and of what grades their answers
 _OF_ENGINES = (
     "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
     "rollout_health_check_timeout update_timeout request_timeout rollout_server_concurrency "

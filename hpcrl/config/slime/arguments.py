@@ -28,7 +28,7 @@ from hpcrl.errors import UsageError
 from hpcrl.utils.untrusted_files import read_given
 
 ASYNC = "train_async.py"
-REPEATED = {"rollout-sample-hook-path"}  #: flags of which every one counts
+REPEATED = {"rollout-sample-hook-path"}  #: flags that may be repeated: each counts
 SAYS_NOTHING = "it only says what holds anyway"
 
 
@@ -207,7 +207,7 @@ def read_flag(flag: str, given: Given) -> FlagReading:
 
 
 def _unlisted(flag: str, words: Sequence[str]) -> FlagReading:
-    """A flag that is none of slime's own: an option of hpcrl's, of Megatron's or of vLLM's, or unknown."""
+    """A flag that slime does not define itself: an option of hpcrl's, of Megatron's or of vLLM's, or unknown."""
     if flag.startswith("sglang-") and flag not in own():
         name = flag.removeprefix("sglang-")
         close = nearest(f"vllm-{name}", [verdict.text for verdict in verdicts().values() if verdict.way == "is"])

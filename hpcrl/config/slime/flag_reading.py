@@ -33,7 +33,7 @@ def one(given: Given, flag: str, default: str = "") -> str:
 
 
 def number(text: str) -> float:
-    """A word as a number; NaN for one that is none, which the option itself refuses."""
+    """A word as a number; NaN if it is not a number, which the option itself refuses."""
     try:
         return float(text)
     except ValueError:

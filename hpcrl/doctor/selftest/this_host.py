@@ -61,7 +61,7 @@ def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], N
     """The checks that start whole runs.
 
     Args:
-        gone: no one waits any more, and what comes of a run that was ended is no result.
+        gone: nothing waits any more, and what comes of a run that was ended is no result.
     """
     for name in [name for name, check in chosen.items() if check.runs == "launcher"]:
         outcome = try_check(chosen[name], _folder(results))

@@ -18,7 +18,7 @@ from hpcrl.errors import PeerError
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-TURN = "/hpcrl/turn"  #: where an engine that shares its GPUs is told whose turn it is
+TURN = "/hpcrl/turn"  #: the route that tells an engine with shared GPUs whose turn it is
 #: whether it lives; vLLM answers this also while its core hangs, or is stopped
 HEALTH = "/health"
 IS_PAUSED = "/is_paused"  #: what only vLLM's core can answer

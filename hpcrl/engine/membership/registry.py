@@ -53,7 +53,7 @@ class Engine:
 
     @classmethod
     def at(cls, address: Address, index: int, incarnation: int = 0) -> Engine:
-        """One that answers there, of which no more is known."""
+        """An engine that answers there; nothing more is known of it."""
         return cls(index, address.host, incarnation=incarnation, address=address)
 
     @property

@@ -176,7 +176,7 @@ Rows = torch.Tensor | None
 
 
 class AdapterProducts(PunicaWrapperCPU):
-    """Made in the place of another one, of which it has the state."""
+    """Made in place of another one, with its state."""
 
     def __init__(self, other: PunicaWrapperCPU) -> None:
         self.__dict__ |= vars(other)

@@ -1,6 +1,6 @@
 """The parts of tensors that one worker holds, put together from messages.
 
-A part of a matrix of which all comes in one round may stay where it is, in memory of another process: loaders then copy
+A part of a matrix that comes whole in one round may stay where it is, in memory of another process: loaders then copy
 it straight into their parameters (`borrowed_view.py`).
 
 Invariants: everything that this worker needs comes exactly once, which is checked before anything is received; parts
@@ -90,7 +90,7 @@ class Assembly:
         self.borrowable = self._of_one_round() if borrow else frozenset()
 
     def _of_one_round(self) -> frozenset[str]:
-        """The matrices of which all that this worker needs comes in one round."""
+        """The matrices whose parts for this worker all come in one round."""
         rounds: dict[int, set[int]] = {}
         number = 0
         for turn, messages in enumerate(self.receive_plan.rounds):

@@ -1,4 +1,4 @@
-"""A tensor of which only a part is there, for loaders that take their own part out of the whole.
+"""A tensor that is there only in part, for loaders that take their own part out of the whole.
 
 vLLM's loaders are given whole tensors and narrow them to what their worker holds.  A PartTensor has the shape of the
 whole and the numbers of that part alone; narrowed to (a part of) it, it is a plain tensor.

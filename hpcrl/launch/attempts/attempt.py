@@ -141,7 +141,7 @@ def run_attempt(
         _watch(held.members, plan.needed_hosts, options, rundir, stop, poll)
     except Stopped:
         raise
-    except (HpcrlError, OSError) as error:  # the latter of a file system that has just failed: it may be over
+    except (HpcrlError, OSError) as error:  # a file system that has just failed may work again
         if stop.requests and not held.members:
             raise _stopped_early(stop) from error  # whom the scheduler ends with us has no other answer to give
         what = f"attempt {rundir.attempt} of {rundir.root}"

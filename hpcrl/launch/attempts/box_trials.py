@@ -24,7 +24,7 @@ LATE_FILE = 5.0  #: seconds after the end of a program on another host in which 
 def kinds_to_try(
     options: Options, plan: Plan, later: Sequence[Options], hosts: Sequence[Host], kept: int
 ) -> dict[str, tuple[str, ...]]:
-    """host -> the kinds that later stages want there and this one does not, as `try_kinds` is told them.  Pure.
+    """host -> the kinds that later stages want there and this one does not, as `try_kinds` takes them.  Pure.
 
     Args:
         options, plan: of the stage that begins.

@@ -1,4 +1,4 @@
-"""Leaving hosts out of a job: what is said and noted of each, and which take their places.
+"""Leaving hosts out of a job: what is reported and recorded about each, and which hosts replace them.
 
 Invariant: hosts are left out here alone, so that screen, attempts.jsonl and the launcher's list say the same.
 """

@@ -170,7 +170,7 @@ class HeldHosts:
         return not self.absent
 
     def carry(self, plan: Plan, engines: bool = True) -> None:
-        """Take over what the hosts of the next attempt have, all of which are paused.
+        """Take over what the hosts of the next attempt have; all of them are paused.
 
         Args:
             plan: the next attempt's.
@@ -195,7 +195,7 @@ class HeldHosts:
         self._paused = self.carried = None
 
     def end(self, rundir: RunDir, poll: Callable[[], None], at_once: Callable[[], bool] = lambda: False) -> None:
-        """End all of it everywhere: hosts are told through the run directory, what is left after that is ended
+        """End all of it everywhere: hosts read it in the run directory, what is left after that is ended
         here.
 
         Args:

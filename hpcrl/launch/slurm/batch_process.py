@@ -41,7 +41,7 @@ class SlurmAllocation:
     """The Slurm job of this process (hpcrl.launch.allocation.Allocation)."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        """Raise UsageError if this is not a job, or the batch script is none of hpcrl's."""
+        """Raise UsageError if this is not a job, or the batch script is not hpcrl's."""
         groups = read_groups(environment)
         self.job_id = job_number(environment)
         self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))

@@ -1,4 +1,4 @@
-"""Slurm as the login node sees it: are the commands there, do they answer, can the partitions hold what is asked for.
+"""Slurm as the login node sees it: are the commands there, do they answer, can the partitions hold the request.
 
 Invariant: only what Slurm's own commands say is judged, and each is waited for `SECONDS` at most.
 """

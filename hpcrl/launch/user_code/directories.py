@@ -61,7 +61,7 @@ def directories_of(modules: Sequence[str], path: Sequence[str], first: Sequence[
 
 
 def holds(folders: Sequence[str], module: str) -> bool:
-    """Whether a module is found in these directories, by its dotted name; a directory without __init__.py is none."""
+    """Whether a module of this dotted name is in these directories; directories without __init__.py do not count."""
     where, parts, found = list(folders), module.split("."), False
     for depth in range(1, len(parts) + 1):
         spec = find_module(".".join(parts[:depth]), where, top=False)

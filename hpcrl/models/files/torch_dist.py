@@ -180,7 +180,7 @@ def _tensors(metadata: Any) -> dict[str, Stored]:
     """The tensors by name.
 
     Raises:
-        ValueError: if a size or a name is none.
+        ValueError: if a size or a name is invalid.
     """
     found = {}
     for key, value in metadata.state_dict_metadata.items():
@@ -214,7 +214,7 @@ def refuse_passing(error: Exception) -> None:
 
 
 def _check_archive(stream: BinaryIO, what: str) -> None:
-    """Raise DataError if a zip archive is none, or a record of it fails its checksum."""
+    """Raise DataError if a file is not a zip archive, or a record of it fails its checksum."""
     try:
         bad = zipfile.ZipFile(stream).testzip()
     except Exception as error:  # zipfile's own, zlib's, and whatever a damaged directory of it leads to

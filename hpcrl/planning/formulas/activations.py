@@ -118,7 +118,7 @@ def layer_bytes(
     normed = 0 if "normed" in spared else 2 * split * hidden
     statistics = 4 * heads / layout.tp + 4 * norms * split  # of each row, in fp32
     if kind.linear:  # what the matrices give and take; all between is computed again
-        # what was projected is kept of whole sequences, of which a context-parallel rank has a part
+        # what was projected is kept of whole sequences, also where a context-parallel rank has a part of each
         attention = layout.cp * _delta_width(fields, layout) + _delta_values(fields, layout)
         statistics = 4 * norms * split
     elif fields.get("multi_latent_attention"):

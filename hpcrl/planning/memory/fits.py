@@ -29,7 +29,7 @@ class Misfit:
     """A trainer rank that does not fit.
 
     Attributes:
-        what: the phase, the bytes and the heaviest term, in words.
+        what: the phase, the bytes and the heaviest term, as text.
         change: the flags of the cheapest change; "" if none of them makes it fit.
         certain: it would not fit without the allowances either.
     """

@@ -319,7 +319,7 @@ class _Needed:
 
 
 def _part(size: int, place: int, pieces: int) -> tuple[int, int]:
-    """(start, length) of one of `pieces` equal parts of `size`, of which the last may be shorter."""
+    """(start, length) of one of `pieces` equal parts of `size`; the last may be shorter."""
     each = -(-size // pieces)
     begin = min(size, place * each)
     return begin, min(size, begin + each) - begin

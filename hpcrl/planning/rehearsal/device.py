@@ -118,7 +118,7 @@ class FakeDevice:
     Attributes:
         syncs: every wait, in order.
         answers: (end of the file's path, function) -> what is read there.
-        recorder: of what is asked of process groups; None: nothing is recorded.
+        recorder: of calls to process groups; None: nothing is recorded.
         live: counts bytes; None: nothing is counted.
     """
 

@@ -227,14 +227,14 @@ def other_models(policy: Any, options: Options) -> Any:
 
 # ---- files and weights
 #
-# What a rehearsed rank does with its state: it loads a checkpoint of which nothing is read, and puts its weights
+# What a rehearsed rank does with its state: it loads a checkpoint without reading it, and puts its weights
 # where an update of the engines sends them from.
 #
 # Invariant: each tensor of a rank is touched once, by the functions of a run.
 
 
 def load_nothing(policy: Any) -> None:
-    """Load a checkpoint of which nothing is read: every tensor is where it belongs, as the files' are at the end."""
+    """Load a checkpoint without reading it: every tensor is where it belongs, as the files' are at the end."""
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values
     from megatron.core.dist_checkpointing.mapping import (
         LocalNonpersistentObject,
@@ -262,8 +262,8 @@ def load_nothing(policy: Any) -> None:
 
 
 def export(policy: Any, buffer: int) -> int:
-    """Write every tensor of a rank into memory that pieces are sent from, of which an update of `buffer` bytes has two;
-    the elements that were written.
+    """Write every tensor of a rank into the two buffers of `buffer` bytes that an update sends from; return
+    the number of elements.
 
     Args:
         policy: the part of it that is sent (`weight_export.sent_part`).

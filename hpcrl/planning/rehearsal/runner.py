@@ -33,8 +33,10 @@ LAST_WORDS = 300  #: characters of what a process that died has said
 
 @contextlib.contextmanager
 def asking_engine(options: Options) -> Iterator[Callable[[], EngineReport]]:
-    """In it, vLLM's config classes are asked about the settings of the first engine; what is given waits for the
-    answer, and raises HpcrlError if it does not come in time."""
+    """Ask vLLM's config classes about the first engine's settings; the returned function waits for the answer.
+
+    It raises HpcrlError if the answer does not come in time.
+    """
     with tempfile.TemporaryDirectory(prefix="hpcrl-rehearsal-") as name:
         directory = Path(name)
         (directory / "options.json").write_text(options.model_dump_json())

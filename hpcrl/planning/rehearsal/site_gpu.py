@@ -15,7 +15,7 @@ from hpcrl.planning.formulas.gpu_specs import CARDS, DEFAULT, named
 
 
 def memory_of_card(memory: float | None, gpu: str | None, site: str | None) -> float:
-    """GiB of a GPU, of which `hpcrl rehearse` was given --gpu-memory, --gpu and --site, or some of them.
+    """GiB of a GPU, from --gpu-memory, --gpu and --site of `hpcrl rehearse`, or some of them.
 
     Raises:
         UsageError: for a site whose GPUs are not known, or that has no effect.
@@ -32,7 +32,7 @@ def memory_of_engines(stages: Iterable[Options], trainers: float, site: str | No
     """GiB of a GPU of the engines, where the trainers' have so many.
 
     Raises:
-        UsageError: for a site whose engines have nodes of their own, of which it names no GPU.
+        UsageError: for a site whose engines have nodes of their own, if it does not name their GPU.
     """
     apart = any(options.num_engines and not options.colocate for options in stages)
     if site is None or not apart:

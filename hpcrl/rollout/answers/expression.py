@@ -44,7 +44,7 @@ class Unknown(Exception):
 
 
 def parse(text: str) -> Tree:
-    """The tree of a normalised text (see latex.py).  Unknown if it is none."""
+    """The tree of a normalised text (see latex.py).  Unknown if it is not an expression."""
     if len(text) > LONGEST:
         raise Unknown("too long")
     parser = _Parser(text)

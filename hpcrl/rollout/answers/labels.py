@@ -61,10 +61,10 @@ def _last_box(text: str) -> str | None:
 
 
 def right_answers(label: Any) -> list[str]:
-    """The texts of which any is right.
+    """The texts that are right answers.
 
     Raises:
-        DataError: if the label is none of the above.
+        DataError: if the label is of another kind.
     """
     if isinstance(label, list):
         return [text for item in label for text in right_answers(item)]

@@ -125,7 +125,7 @@ def _plain_word(found: re.Match[str]) -> str:
 
 
 def encloses(text: str, left: str, right: str) -> bool:
-    """Whether `text` is one group between `left` and `right`, the latter closing the former."""
+    """Whether `text` is one group between `left` and `right`, where `right` closes `left`."""
     if not (text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right)):
         return False
     depth = 0

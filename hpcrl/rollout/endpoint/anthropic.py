@@ -52,7 +52,7 @@ async def count_tokens(session: Session, body: dict[str, Any]) -> dict[str, Any]
     return {"input_tokens": len(dialogue.trajectory.tokens) + len(told)}
 
 
-# ---- what is asked
+# ---- requests
 
 
 def _read(session: Session, body: Mapping[str, Any]) -> ChatRequest:
@@ -111,7 +111,7 @@ def _assistant(message: AssistantMessage) -> dict[str, Any]:
     return said | ({"tool_calls": calls} if calls else {})
 
 
-# ---- what is answered
+# ---- answers
 
 
 def _message(said: ChatAnswer) -> dict[str, Any]:

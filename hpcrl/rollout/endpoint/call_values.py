@@ -54,7 +54,7 @@ class Tools:
                 self._schemas[name] = schema
 
     def typed(self, function: str, argument: str, text: str) -> Any:
-        """An argument's value, of which the model wrote this text; text where the schema says nothing, or another type.
+        """An argument's value from the text that the model wrote; text where the schema says nothing, or another type.
 
         The values of Python that chat templates write (True, None) count as those of JSON.
         """
@@ -97,7 +97,7 @@ def tagged_arguments(
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0, followed: set[str] | None = None) -> Iterator[str]:
-    """The types that a schema permits, as far as it says so.
+    """The types that a schema permits, as far as it names them.
 
     Args:
         followed: references that were: each is once, so that few of them cannot be many.
@@ -143,7 +143,7 @@ def after_space(text: str, at: int) -> int:
 
 
 def read_json(text: str) -> Any:
-    """What a text is as JSON, None if it is none."""
+    """The value of a text as JSON, None if it is not JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -182,7 +182,7 @@ def scan(text: str, opening: str, end: str, read: Callable[[int], FoundCall | No
     """The calls that begin with one mark and end with another, none inside of another.
 
     Args:
-        read: where the first mark begins -> the call there, or None if it is none.
+        read: where the first mark begins -> the call there, or None if it is broken.
     """
     found, broken = [], 0
     last, at = text.rfind(end), text.find(opening)

@@ -44,7 +44,7 @@ def normal(message: dict[str, Any]) -> tuple[Any, ...]:
     """What of a message makes it the same as another: who, what text, which calls.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a message.
     """
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
@@ -63,7 +63,7 @@ def normal(message: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _arguments(value: Any) -> str:
-    """Arguments in one spelling, be they an object or its JSON."""
+    """Arguments in one spelling, whether they come as an object or as its JSON."""
     if isinstance(value, str) and value:
         try:
             value = parse_json(value)
@@ -103,7 +103,7 @@ def begin_chat(tokenizer: Tokenizer, messages: Messages, tools: Messages | None,
 
 
 def new_tokens(tokenizer: Tokenizer, dialogue: Dialogue, messages: Messages, tools: Messages | None) -> list[int]:
-    """What is told to the policy before its next turn in a conversation that continues.
+    """The tokens that the policy reads before its next turn in a conversation that continues.
 
     Raises:
         ValueError: if the template refuses the messages.
@@ -194,7 +194,7 @@ def answer(form: CallForm, text: str, whole: str, tools: Sequence[Any] | None, a
         text: of the turn without special tokens.
         whole: with them, which the marks of a call are for some models.
         tools: of the request, if the turn may call them.
-        at: tokens of the conversation before it, of which the ids of its calls are made where the model writes none.
+        at: tokens of the conversation before it; they number its calls where the model writes no ids.
     """
     said, calls = _split(form, text, tools) if tools else (text, [])
     if tools and not calls and whole != text:

@@ -31,7 +31,7 @@ def _params(session: Session, asked: OpenAIRequest, most: int | None) -> dict[st
     """The max_new_tokens and stop that a request asks for.
 
     Raises:
-        BadRequest: for another sampling than the run's, or options of a stream that is none.
+        BadRequest: for another sampling than the run's, or options of a stream without `stream`.
     """
     check_sampling(asked, session.making.sampling)
     if asked.stream_options is not None and not asked.stream:
@@ -148,7 +148,7 @@ def completion_events(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Ite
 def _events(
     answer: Mapping[str, Any], body: Mapping[str, Any], kind: str, parts: list[dict[str, Any]], finish: str
 ) -> Iterator[bytes]:
-    """An event for each part of the one choice, of which the last says why it ended; the usage, if it was asked for."""
+    """An event for each part of the one choice, the last with the reason of its end; the usage, if it was requested."""
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     head = {name: answer[name] for name in ("id", "created", "model")} | {"object": kind}
     head |= {"usage": None} if usage else {}

@@ -256,7 +256,7 @@ async def stream(
 
     Args:
         events: of the answer.
-        failed: the event of an error, None for one that is none of a client's or an engine's.
+        failed: the event of an error, None for one that neither a client nor an engine caused.
 
     Raises:
         Exception: of `work`, as long as nothing is sent.

@@ -55,10 +55,10 @@ class ChatAnswer:
 
 
 def place(session: Session, asked: ChatRequest) -> tuple[Dialogue, list[int], list[Any]]:
-    """(the conversation that a chat continues, or a new one; what the policy is told next; the messages' normal forms).
+    """(the conversation that a chat continues, or a new one; the tokens that the policy reads next; the normal forms).
 
     Raises:
-        BadRequest: if the messages are none, or the chat template refuses them.
+        BadRequest: if they are not messages, or the chat template refuses them.
     """
     tokenizer, messages, tools = session.tokenizer, asked.messages, asked.tools
     try:

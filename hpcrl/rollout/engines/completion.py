@@ -335,5 +335,5 @@ def read_experts(
 
 
 def garbage(engine: PooledEngine, what: str) -> PeerError:
-    """The error for an answer that is none."""
+    """The error for an invalid answer."""
     return PeerError(f"{engine} answered {what}", f"see {engine.log}")

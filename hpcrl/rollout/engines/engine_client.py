@@ -67,7 +67,7 @@ class EngineClient:
                 samples of one prompt do.
 
         Raises:
-            PeerError: names the engine whose answer is none, or that ends a request unasked again and again.
+            PeerError: names the engine whose answer is invalid, or that ends a request unasked again and again.
             DataError: if the engine's context leaves no room for a response.
         """
         there = 0 if begun is None else len(begun.tokens)

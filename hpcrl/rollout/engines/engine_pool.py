@@ -207,7 +207,7 @@ class EnginePool:
         return bool(new)
 
     def refresh(self) -> None:
-        """Do as the registry has it now: who serves gets requests, who does not gets none."""
+        """Follow the registry: engines that serve get requests, the others get none."""
         serving = {(m.index, m.incarnation) for m in self.registry.serving()}
         for engine in [e for e in self.engines if (e.index, e.incarnation) not in serving]:
             self.engines.remove(engine)
@@ -270,7 +270,7 @@ class EnginePool:
             f"{m}: {busy.get(m.index) or m.state} {m.why}".rstrip() for m in self.registry.members.values()
         )
 
-    # ---- who is next
+    # ---- which engine is next
 
     async def take(self, call: PendingCall) -> PooledEngine | None:
         """An engine that has room for a sample, which is in flight there until `give_back`; None if the call is ended

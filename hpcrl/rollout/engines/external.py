@@ -106,14 +106,14 @@ class ExternalEngine:
         )
 
     async def _knock(self) -> tuple[int, str]:
-        """(status of its health, the realm of its key); it is told that key, and no other.
+        """(status of its health, the realm of its key); the request carries that key, and no other.
 
         Raises:
             UsageError: if it does not take the key.
         """
         status, realm = await realm_of(self._at)
         if status != 401:
-            return status, ""  # no listener, or one that asks for no key and is told none
+            return status, ""  # no listener, or one that asks for no key and gets none
         self._at = replace(self._at, key=borrowed_key(self._rundir, self._index, realm))
         status, _ = await answer(self._at)
         if status == 401 and (await realm_of(self._at))[1] == realm:  # else it was served again meanwhile

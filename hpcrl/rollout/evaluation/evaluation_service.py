@@ -35,7 +35,7 @@ class EvaluationService:
 
     Attributes:
         samples: the folder where responses are written.
-        failed: is told of a task that has ended.
+        failed: called with a task that has ended.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def read_verdict(result: Any) -> Verdict:
     """The verdict that a filter returned.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if it is not a verdict.
     """
     if (alone := _truth(result)) is not None:
         return Verdict(alone)

@@ -76,7 +76,7 @@ class BatchSelection:
         """The group is being made.
 
         Args:
-            oldest: policy version of the tokens that there are of it already, None: there are none. False: with these
+            oldest: policy version of its tokens so far, None: it has none. False: with these
                 it could come too late.
         """
         self._issued[number] = None

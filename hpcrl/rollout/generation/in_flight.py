@@ -110,7 +110,7 @@ class InFlightGroups:
         """End what is in flight: the groups, finished or not, and what was said of them.
 
         Args:
-            abort: how engines are told, so that what they have is kept.
+            abort: how engines get the abort, so that what they have is kept.
         """
         self._ending = True
         rollouts = {number: asked[0].rollout_id for number, asked in self._asked.items() if asked}

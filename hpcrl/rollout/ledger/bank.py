@@ -162,7 +162,7 @@ class Bank:
             raise mine.error
 
     def _settle(self, together: _Together) -> None:
-        """Write them; how that ended is told to everybody whose group it was, also where one of them does not wait any
+        """Write them; everybody whose group it was learns how that ended, also where one of them does not wait any
         more."""
         try:
             self.write(together.groups)

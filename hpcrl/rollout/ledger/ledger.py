@@ -29,7 +29,7 @@ from hpcrl.errors import DataError
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.utils.untrusted_files import open_append
 
-REASONS = 100  #: kinds of reasons that are told apart; a filter that invents more has the rest counted as OTHER
+REASONS = 100  #: kinds of reasons that are counted one by one; a filter that invents more has the rest counted as OTHER
 OTHER = "other"
 
 
@@ -41,7 +41,7 @@ class Ledger:
         claimed: groups of the bank -> the rollout that they went with.
 
     Raises:
-        ValueError: for a step that is none.
+        ValueError: for an invalid step.
     """
 
     following: int = 0
@@ -200,7 +200,7 @@ class AttemptBegun(msgspec.Struct, tag="begun", tag_field="event"):
     """An attempt begins at `rollout`. Of the groups, as [first, last] of numbers: buffer, bank.
 
     Attributes:
-        kept: groups after the checkpoint of which there was something on disk that could still be used.
+        kept: groups after the checkpoint with something on disk that could still be used.
         again: of how many groups it could not.
     """
 

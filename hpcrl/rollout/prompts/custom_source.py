@@ -74,7 +74,7 @@ class CustomSource:
         """The next `count` groups.
 
         Raises:
-            DataError: names the prompt that is none, HpcrlError what the class raises.
+            DataError: names an invalid prompt, HpcrlError what the class raises.
         """
         taken: list[Group] = []
         dropped = 0

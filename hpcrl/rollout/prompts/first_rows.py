@@ -25,7 +25,7 @@ from hpcrl.utils.check_results import Finding
 
 AGENT = "hpcrl.rollout.samplers.harbor_agent.generate"  #: what works at tasks, unless the user's own function does
 FIRST = 100  #: rows of each file that are looked at
-SLICED = 1 << 26  #: bytes of the largest file of which a slice is looked at, which reads all of it
+SLICED = 1 << 26  #: bytes of the largest file whose slices are checked, which reads all of it
 
 
 def look_at(stages: Sequence[Options]) -> None:

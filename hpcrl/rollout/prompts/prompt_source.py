@@ -1,7 +1,7 @@
 """Where the next prompts come from: epochs over a prompt file or a mixture of several, a fixed shuffle in each.
 
 Invariants: the groups that a source hands out are a pure function of the file's content, the seed and how many were
-taken before; `state` says the latter, so a source that `restore`s it continues exactly where the other stopped.
+taken before; `state` holds that number, so a source that `restore`s it continues exactly where the other stopped.
 Without weights every prompt comes once in an epoch, in slime's order if it is shuffled.  With weights an epoch is as
 long as all files together and holds each file's share of it; a file goes through all of its prompts before one of them
 comes again, across epochs.

@@ -6,7 +6,7 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
     LABELS = ("text", "number")                    the labels that an answer can match (default: text, number, truth,
                                                    list; json: also a list or an object as text; words: text
                                                    with more than punctuation and articles); (): it looks at none
-    METADATA = ("correct_letter", ...)             keys of the metadata of which a row must have one, or a label
+    METADATA = ("correct_letter", ...)             keys of the metadata: a row must have one of them, or a label
     KEYS = ("score", ...)                          if it returns a dict: the keys with numbers, the reward first
     def check() -> None                            a self-check at the start: UsageError, or ImportError for a
                                                    missing package

@@ -80,7 +80,7 @@ def _reset_before_answer(error: Exception) -> bool:
 
 
 class Conversation:
-    """Turns of the policy and what it is told between them, from a prompt on."""
+    """Turns of the policy and what it reads between them, from a prompt on."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that the response may still grow by, what it is told included (--rollout-max-response-len)."""
+        """Tokens that the response may still grow by, what the policy reads included (--rollout-max-response-len)."""
         return self._params["max_new_tokens"] - self.trajectory.response_length
 
     async def turn(self, **changes: Any) -> Turn:

@@ -3,7 +3,7 @@
 Invariants: the function runs in a process of its own and reaches the engines through the endpoint alone, with a key of
 its response; a call that fails costs its response, which then earns 0 and trains nothing, and above a share of a batch
 the run; an engine's failure ends the run as it does without a function.  A call whose time is up is cancelled, and a
-process that does not heed that is killed; time that an engine works on a call's requests is not the call's.
+process that goes on is killed; time that an engine works on a call's requests is not the call's.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CustomSampler:
         await self._grade(asked, found)
         return found
 
-    # ---- what is asked
+    # ---- calls
 
     def _sampling(self, asked: ResponseRequest) -> Sampling:
         sampling = asked.held_out.sampling if asked.held_out else self._train
@@ -273,7 +273,7 @@ class CustomSampler:
 
 
 def _with_commands(samples: list[Sample], done: CustomResult) -> list[Sample]:
-    """Samples of a call, the last of which has what the call did in sandboxes."""
+    """Samples of a call; the last has what the call did in sandboxes."""
     if samples and done.transcript:
         samples[-1].transcript = samples[-1].transcript | done.transcript
     return samples
@@ -300,7 +300,7 @@ async def started(*parts: CustomSampler | Grading | None) -> None:
 # The experts of a sample that a custom function has returned (--use-rollout-routing-replay).
 #
 # Invariant: every token that a trained one follows from has the experts by which an engine read or sampled it, after
-# exactly the tokens before it; a sample of which that cannot be said is refused.
+# exactly the tokens before it; a sample without that certainty is refused.
 
 
 class UnaskedTokens(Exception):
@@ -308,7 +308,7 @@ class UnaskedTokens(Exception):
 
 
 def unknown_experts(tokens: int, routing: Routing) -> np.ndarray:
-    """The column of a sample of which no engine has read a token."""
+    """The column of a sample whose tokens no engine has read."""
     return np.zeros((tokens, len(routing.layers), routing.chosen * routing.dtype.itemsize), np.uint8)
 
 

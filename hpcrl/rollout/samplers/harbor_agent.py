@@ -2,11 +2,11 @@
 
     --prompt-data DIR --custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate
 
-The policy is told of one tool, `bash`, as its chat template tells of tools, and calls it in the form that the template
+The policy has one tool, `bash`, shown as its chat template shows tools, and calls it in the form that the template
 shows (`hpcrl/rollout/endpoint/tool_calls`).  A turn without a call ends its work, as does the end of the time or of the
 room that it has.  An agent of your own needs `task_of`, `task_box`, `run_in` and `verdict` (docs/agents.md).
 
-Invariant: what a command printed is not learned from; a response has the verifier's verdict, or there is none.
+Invariant: what a command printed is not learned from; a response has the verifier's verdict, or it is not trained on.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def received(done: CustomResult, prompt: Sample, session: Session) -> tuple[Cust
     known = [known_sample(sample, session.turns, session.making.version) for sample in found]
     if _trains(found) and not _trains(known):
         text = (
-            "returned tokens of which no engine sampled any for this response: nothing of it can be trained; return "
+            "returned tokens that no engine sampled for this response: nothing of it can be trained; return "
             "the tokens that the engine answered, and do not encode their text again"
         )
         return CustomResult(done.id, failure=ERROR, text=text), []

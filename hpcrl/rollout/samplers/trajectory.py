@@ -146,7 +146,7 @@ def continuation(
         raise ValueError("the chat template drops earlier turns of the assistant: the chat cannot be continued")
     tokens = tokenizer.encode([rest])[0]
     ends = last in tokenizer.eos_ids and len(tokens) and int(tokens[0]) in tokenizer.eos_ids
-    # the turn has its end already, be it another token than the template's, unless that begins what was said: GLM's
+    # the turn has its end already, even if the token is not the template's, unless it begins what was said: GLM's
     # models end a turn with the token of the role that speaks next, and may have expected another one
     if ends and (int(tokens[0]) == last or _ends_turns(tokenizer, turn, tools)):
         return tokens[1:]

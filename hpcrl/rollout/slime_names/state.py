@@ -26,7 +26,7 @@ class GenerateState(metaclass=SingletonMeta):
         processor: None: models here read text alone.
         semaphore: as many at once as the engines take.
         sampling_params: as the options say.
-        aborted: never: a response that is ended early is told so by its request.
+        aborted: never true: a request of a response that ended early gets an error.
     """
 
     def __init__(self, args: Any) -> None:

@@ -8,7 +8,7 @@
     DIR/TASK/solution/solve.sh    read by `python -m hpcrl.sandbox.harbor DIR` alone   `__main__.py`
 
 `task.py` reads a folder, `rows.py` makes a prompt file of all of them, `verdict.py` has their box.  Written for the
-schema versions 1.0 to 1.4; Harbor 0.26.0 writes the latter (PyPI's `harbor`, models/task/config.py there).
+schema versions 1.0 to 1.4; Harbor 0.26.0 writes 1.4 (PyPI's `harbor`, models/task/config.py there).
 
 Invariant: whatever a task asks for that is not done here is one DataError that names its file, before anything runs.
 """

@@ -27,7 +27,7 @@ GOOD, UNSOLVED, BAD = "ok", "?", "FAIL"  #: of a task; UNSOLVED: it has no solut
 
 
 async def check(folder: Path, images: dict[str, str]) -> tuple[str, str]:
-    """(whether a task can be learned from, what was found, in words)."""
+    """(whether a task can be learned from, a text of what was found)."""
     try:
         task = read_task(folder, images)
         untouched = (await check_verifier(task)).reward

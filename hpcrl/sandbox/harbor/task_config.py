@@ -119,7 +119,7 @@ def read_config(path: Path) -> TaskConfig:
     """What the task.toml at `path` says.
 
     Raises:
-        DataError: if it is none, or asks for something that is not done here.
+        DataError: if it is no task file, or asks for something that is not done here.
     """
     try:
         found = _without_empty(parse_toml(read_given(path)), TaskConfig)

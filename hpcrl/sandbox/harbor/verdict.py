@@ -144,7 +144,7 @@ async def _scores(box: Box) -> dict[str, float]:
 
     Raises:
         OSError: if there is neither.
-        ValueError: if what is there is no number, or several of which none is "reward".
+        ValueError: if what is there is no number, or several without "reward" among them.
     """
     try:
         text = await box.read(f"{LOGS}/reward.json", _LONGEST)

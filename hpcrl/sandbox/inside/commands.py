@@ -95,7 +95,7 @@ class Running:
         pid: its first process, which leads a session and a group of its own.
         outputs: standard output and standard error, or both in one.
         code: its exit status, negative for a signal, once it has ended.
-        limit: the limit over which it was ended, in words.
+        limit: the text of the limit that ended it.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ def _family(first: int) -> list[int]:
 
 
 def full_disk(folder: int) -> str:
-    """That the disk of the box is full, in words; "" while it is not.
+    """The text that the disk of the box is full; "" while it is not.
 
     Args:
         folder: number of a directory that was open before the first command, which no path leads away from.

@@ -75,7 +75,7 @@ def write_file(path: str, data: bytes, mode: int) -> None:
     """Write a whole file, and make the directories above it.
 
     Raises:
-        OSError: if it is none that can be written, or the disk is full.
+        OSError: if it cannot be written, or the disk is full.
     """
     full = place_of(path)
     if len(os.fsencode(full)) >= _LONGEST:
@@ -97,7 +97,7 @@ def read_file(path: str, most: int) -> bytes:
     """A whole file.
 
     Raises:
-        OSError: if it is none that can be read, or has more than `most` bytes (EFBIG).
+        OSError: if it cannot be read, or has more than `most` bytes (EFBIG).
     """
     number = open_inside(place_of(path), os.O_RDONLY | _WAITLESS)
     try:
@@ -116,7 +116,7 @@ def list_files(path: str) -> list[dict[str, Any]]:
     """The entries of a directory, by name; links are not followed.
 
     Raises:
-        OSError: if it is none, or has more than MOST_ENTRIES (EFBIG).
+        OSError: if it is not a directory, or has more than MOST_ENTRIES (EFBIG).
     """
     found = []
     number = open_inside(place_of(path), os.O_RDONLY | os.O_DIRECTORY | _WAITLESS)

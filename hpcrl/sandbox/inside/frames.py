@@ -42,7 +42,7 @@ class IncomingMessages:
         """The messages that are whole now.
 
         Raises:
-            ValueError: if what arrives is none of `pack`; the stream is of no use then.
+            ValueError: if what arrives is not of `pack`; the stream is of no use then.
         """
         self._data += data
         found = []

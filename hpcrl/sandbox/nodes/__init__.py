@@ -7,5 +7,5 @@ A `NodesPool` is used as a `SandboxPool` of this process is, and hands out the s
 one request, and the box's answer is its response.
 
 Invariants: every request has the key of this attempt and server; with a client ends every box that it has; with a node
-every box there is lost, which its user is told as `SandboxLost`, and others are used.
+every box there is lost, its user gets `SandboxLost`, and other nodes are used.
 """

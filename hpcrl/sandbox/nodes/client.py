@@ -46,7 +46,7 @@ class NodeFull(HpcrlError):
 
 
 class _RemoteBox:
-    """A box of a node, as this side has it: what its line writes are whole questions, each of which is a request.
+    """A box of a node, as this side has it: what its line writes are whole questions, one request each.
 
     Attributes:
         reason: why it has ended, as its node says.

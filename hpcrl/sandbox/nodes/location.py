@@ -1,6 +1,6 @@
 """Where a run's sandboxes are: the rollout process says it, the processes that run the user's code follow.
 
-Invariant: what is said is in the environment, which every process below the rollout process has, and holds no key.
+Invariant: the location is in the environment, which every process below the rollout process has, and holds no key.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class SandboxServer:
         """(the boxes of a client, the number of one).
 
         Raises:
-            SandboxLost: if the client is none any more.
+            SandboxLost: if the client is gone.
         """
         boxes = self._clients.get(request.match_info["client"])
         if boxes is None:

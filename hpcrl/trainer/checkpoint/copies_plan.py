@@ -72,7 +72,7 @@ def share(places: Sequence[tuple[str, str]], rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class CompleteStep:
-    """A step of which all parts were found.
+    """A step whose parts were all found.
 
     Attributes:
         step: `Part.step` of its parts.

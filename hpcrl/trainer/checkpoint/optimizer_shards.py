@@ -104,7 +104,7 @@ def _joined(flat: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _own(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, range]]:
-    """The parameters of which this rank has a part, and which elements of them."""
+    """The parameters that this rank has a part of, and which elements of them."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:

@@ -49,9 +49,9 @@ from hpcrl.trainer.parallel_state import Ranks
 
 __all__ = ["Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
 
-#: the output layer, of which a critic has another kind
+#: the output layer: a critic's is of another kind
 HEAD = ("output_layer.weight", "output_layer.bias")
-#: optimizer state that any layout can read (Megatron's name for it), of which each rank writes and reads its own part
+#: optimizer state that any layout can read (Megatron's name for it); each rank writes and reads its own part
 #: (optimizer_shards.py)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",

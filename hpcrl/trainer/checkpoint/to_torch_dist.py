@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-# ---- what is asked for
+# ---- the layout
 
 
 def read_options(argv: Sequence[str], world: int) -> Options:

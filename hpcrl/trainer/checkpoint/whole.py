@@ -209,7 +209,7 @@ def _sum(file: Path) -> int:
 
 
 def number_of(path: Path) -> int | None:
-    """The rollouts of a checkpoint by its name; None for a directory that is none."""
+    """The rollouts of a checkpoint by its name; None for a directory that is not a checkpoint."""
     return count_of(path.name.removeprefix("iter_")) if path.name.startswith("iter_") else None
 
 

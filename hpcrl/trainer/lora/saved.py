@@ -45,7 +45,7 @@ FLAGS = {
 #: kinds of B that lie in two halves, and of each half this rank's part
 HALVES = ("gate_up", "fused_gate_up")
 ADAPTER = "adapter"  #: the key of `adapter_record` in a checkpoint
-WHOLE = ("same", "over_heads")  #: kinds of which every rank's part is the whole
+WHOLE = ("same", "over_heads")  #: kinds that every rank holds whole
 
 
 def sharded_adapters(module: GPTModel, ranks: Ranks) -> dict[str, Any]:

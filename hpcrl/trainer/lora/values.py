@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def begin_adapter(policy: Policy, options: Options) -> str:
-    """Give a new run's adapter its values; what they are, in words.  Collective."""
+    """Give a new run's adapter its values; returns a text that names them.  Collective."""
     if options.lora_adapter_path is None:
         init_adapter(policy, options.seed)
         return "begins with a new adapter"

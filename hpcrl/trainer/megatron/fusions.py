@@ -53,7 +53,7 @@ class Fusions:
     off: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, module: torch.nn.Module) -> None:
-        """Let the layers of a model that is trained, and has gradient buffers, do what is said of weight gradients."""
+        """Let the layers of a trained model accumulate weight gradients in its buffers, as the settings say."""
         for part in module.modules():
             if hasattr(part, "fuse_wgrad_accumulation"):  # of Transformer Engine's layers, which read it in each pass
                 part.fuse_wgrad_accumulation = self.layers

@@ -240,7 +240,7 @@ def name_as_elsewhere(layer: Any, latent: bool = False) -> None:
     """Set the names of one layer's spec (a ModuleSpec of a TransformerLayer), in place.
 
     Args:
-        latent: its attention is multi-head latent, of which Megatron's own table is empty.
+        latent: its attention is multi-head latent, where Megatron's own table is empty.
     """
     names = dict(layer.submodules.sharded_state_dict_keys_map)
     if latent:

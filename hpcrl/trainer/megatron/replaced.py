@@ -43,7 +43,7 @@ REPLACED = {
     # So it is with 0.20.
     f"{OPTIMIZER}.sharded_param_state_fully_reshardable": "checkpoint.optimizer_shards:param_state",
     f"{OPTIMIZER}.load_parameter_state_from_fully_reshardable": "checkpoint.optimizer_shards:load_into_optimizer",
-    # It wants every key of torch AdamW's state, of which the loader leaves `step` out: KeyError, with 0.20 too.
+    # It wants every key of torch AdamW's state, but the loader leaves `step` out: KeyError, with 0.20 too.
     f"{OPTIMIZER}._set_main_param_and_optimizer_states": "checkpoint.optimizer_shards:set_states",
 }
 STOCK: dict[str, Any] = {}  #: name -> Megatron's own, once it is replaced

@@ -25,7 +25,7 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.scratch import scratch
 from hpcrl.utils.cpus import cores
 
-LISTEN = 3.0  #: seconds that a process that is told to end waits for another one's report of the reason
+LISTEN = 3.0  #: seconds that a process waits, once a signal ends it, for another one's report of the reason
 
 
 def command(context: RoleContext, logs: Path) -> list[str]:

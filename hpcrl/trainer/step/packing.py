@@ -56,7 +56,7 @@ class FurtherTokens:
 
 @dataclass
 class Packed:
-    """One micro-batch on one rank: t rows, of which r are trained on, of m samples.
+    """One micro-batch on one rank: t rows of m samples; r of the rows are trained on.
 
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's
     log-probs; reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes);
@@ -78,7 +78,7 @@ class Packed:
         longest: rows of the longest, with padding. r may be 0.
         choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded
             them.
-        further: for layers that predict further tokens; None: there are none that are trained.
+        further: for layers that predict further tokens; None: none of them is trained.
     """
 
     tokens: torch.Tensor

@@ -213,7 +213,7 @@ def _responses(table: np.ndarray, device: torch.device) -> torch.Tensor | None:
 
 
 def _over_data_parallel(sums: torch.Tensor) -> torch.Tensor:
-    """The sum over data-parallel ranks, each of which is counted once, whatever its TP, CP and PP."""
+    """The sum over data-parallel ranks; each is counted once, whatever its TP, CP and PP."""
     found = sums.clone()
     dist.all_reduce(found, group=parallel_state.get_data_parallel_group())
     return found

@@ -1,4 +1,4 @@
-"""The one place where torch and vLLM are told to read with hpcrl's list what ranks and workers send one another, and
+"""The one place that makes torch and vLLM read with hpcrl's list what ranks and workers send one another, and
 `.metadata`.
 
 Invariants: in a process in which `refuse_foreign_pickles` was called, torch's object collectives, and torch's and

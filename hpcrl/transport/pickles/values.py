@@ -89,7 +89,7 @@ def ipc_handle_from(data: bytes) -> Any:
 
 
 def error_from(name: str, text: str) -> Exception:
-    """The error of another rank, `name` being its class's: one of ERRORS, or else in words."""
+    """The error of another rank, `name` being its class's: one of ERRORS, or else an error with its text."""
     if type(name) is not str or type(text) is not str:
         raise wrong("an error")
     return ERRORS[name](text) if name in ERRORS else RuntimeError(f"{name}: {text}")

@@ -55,7 +55,7 @@ def _joined(update_group: UpdateGroup, me: int, world: int, device: torch.device
     """NCCL's wire.
 
     Args:
-        group: in whose store a member that will not come says so.
+        group: a member that will not come says so in its store.
 
     Raises:
         DeadlineError: if not all members come to it in time.

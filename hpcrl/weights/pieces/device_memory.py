@@ -17,7 +17,7 @@ into this process.
     that device need not be visible here (CUDA Runtime API, cudaIpcOpenMemHandle).
     What is opened is closed before its owner may free it; as the owner never frees, no order is needed.
 
-Invariants: a name is plain bytes, of which nothing is unpickled; what was opened is not written to; no wait is
+Invariants: a name is plain bytes, never unpickled; what was opened is not written to; no wait is
 unbounded; the device of every call is the one that was asked for, whatever the thread's current one is.
 """
 

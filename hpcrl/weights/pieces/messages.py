@@ -1,4 +1,4 @@
-"""The messages of a plan: what each rank has for each destination host in each round, and what each host is told of it.
+"""The messages of a plan: what each rank has for each destination host in each round, and what each host learns of it.
 
 A plan of a model of 355B has some 150,000 pieces in 100,000 messages, so whatever is done for each of them is done by
 columns.
@@ -157,7 +157,7 @@ def packed_shards(own: np.ndarray) -> list[list[PackedShards]]:
 def receive_plans(
     plan: Redistribution, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[ReceivePlan]:
-    """What each destination host is told; members: the ranks, then the workers."""
+    """The message for each destination host; members: the ranks, then the workers."""
     first = plan.ranks
     tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in plan.layouts.names)
     table = MessageTable.from_pieces(pieces_in_memory(plan))

@@ -37,7 +37,7 @@ class SendTarget:
 
 
 class JoinCommand(msgspec.Struct, frozen=True):
-    """What every rank is told when the members of an update form a group."""
+    """The message to every rank when the members of an update form a group."""
 
     update_group: UpdateGroup
     names: list[str]

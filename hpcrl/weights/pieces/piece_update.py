@@ -1,5 +1,5 @@
-"""The driver's side of an update in pieces: the plan is made once, then for every update the engines are told to take
-their pieces.
+"""The driver's side of an update in pieces: the plan is made once, then for every update the engines take their
+pieces.
 
     update = PieceUpdate(fleet, manifests, options, scheme, host)
     update.stage(ranks, checked, compare)   # who holds what -> the plan; all members join a group; what can be packed

@@ -77,7 +77,7 @@ def needed_tensors(manifests: Manifests) -> dict[str, NeededTensor]:
 
 
 def sent_whole(manifests: Manifests) -> list[str]:
-    """The tensors of which every worker gets all, since its layer does not say which part it needs."""
+    """The tensors that every worker gets whole, since its layer does not say which part it needs."""
     first = manifests[0][0]
     return [name for name in first["unseen"] if name not in first.get("cuts", {})]
 

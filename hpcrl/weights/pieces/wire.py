@@ -34,7 +34,7 @@ def round_bytes(limit: int, hosts: Sequence[str], through_ranks: bool) -> int:
 
 
 class WireTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole tensor, of which pieces are sent: name, dtype (torch's name), shape."""
+    """A whole tensor that is sent in pieces: name, dtype (torch's name), shape."""
 
     name: str
     dtype: str
@@ -95,7 +95,7 @@ class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerJoinCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine's workers are told when they join.
+    """The message to an engine's workers when they join.
 
     Attributes:
         workers: for each worker, by its name in the engine, its (number in the group, index into receive_plans).

@@ -1,7 +1,7 @@
 """Of two engines one is killed in the middle of a weight update: the run continues with the other, and the one that is
 lost comes back.
 
-Over NCCL where there are GPUs for a trainer and two engines, over sockets where there is none.  It has run on no GPU
+Over NCCL where there are GPUs for a trainer and two engines, over sockets elsewhere.  It has run on no GPU
 yet.
 """
 

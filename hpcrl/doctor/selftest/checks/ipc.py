@@ -1,7 +1,7 @@
 """Two processes of this node hand a buffer of the GPU's from one to the other by CUDA IPC, as --weight-transfer ipc
 does.
 
-The other process is this module, started with `python -m`: it opens the buffer once, and each time that it is told to,
+The other process is this module, started with `python -m`: it opens the buffer once, and at each line that it reads it
 compares all of it with what must be there by then; at the end it measures how fast it copies out of it, against a copy
 of its own memory.
 """

@@ -1,4 +1,4 @@
-"""Weights that are told to be ready are finished: who reads them does so on a stream, or in a process, that knows
+"""Weights that are reported ready are finished: their reader does so on a stream, or in a process, that knows
 nothing of the one that packs them.
 
 The wait that hpcrl makes before it says so (`settle`) must bring the finished bytes every time to a copy on another

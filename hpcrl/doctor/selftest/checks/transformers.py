@@ -35,7 +35,7 @@ def reference(path: Path, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, t
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The norm of the difference over that of what is wanted."""
+    """The norm of the difference over the norm of the expected values."""
     return float((found - wanted).norm() / wanted.norm())
 
 
