@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.runs import REPO
 from tools import baseline
 
 pytestmark = pytest.mark.lint
@@ -75,3 +78,12 @@ def test_medians_of_what_a_bench_prints(tmp_path: Path, monkeypatch: pytest.Monk
     assert baseline.main(["bench", "--runs", "3"]) == 0
     assert baseline.read() == {"bench": {"odd": {"ours open": 3.0, "given": 2.0}}}
     assert baseline.main(["nowhere"]) == 2
+
+
+def test_every_bench_can_be_imported() -> None:
+    """What benches import of the package and of tests/support moves now and then."""
+    files = sorted((REPO / "bench").rglob("*.py"))
+    names = [".".join(file.relative_to(REPO).with_suffix("").parts) for file in files]
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
