@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 SEEDS = [int(seed) for seed in (os.environ.get("SEED") or "1,2").split(",")]
 FAULTS = int(os.environ.get("N") or 20)
 KINDS = ("kill the server", "kill the core", "kill the supervisor", "stop the server", "stop the core", "cut off")
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 CUT = (2.0, 7.0)  #: seconds without a network; Slurm declares a node lost after 12
 LONG = {"rollout_max_response_len": 120, "rollout_max_context_len": 192, "max_tokens_per_gpu": 2048}
 NEVER_WAITS = LONG | {"loop": "fully-async", "max_staleness": 2, "use_tis": True, "deterministic_mode": False}
@@ -156,6 +157,5 @@ def test_engines_end_at_random_moments(cluster: Cluster, tmp_path: Path, task: P
     assert not found.wrong, found.wrong
     assert found.trained == len(trained) * POLICY["rollout_batch_size"]
     assert max(row["staleness/max"] for row in trained) <= (2 if seed % 2 else 0)
-    assert max(row["train/train_rollout_logprob_abs_diff"] for row in trained) <= 1e-5, (
-        "nobody answered with other weights"
-    )
+    of_current_weights = [row[DIFFERENCE] for row in trained if DIFFERENCE in row]  # none of a step on stale tokens alone
+    assert of_current_weights and max(of_current_weights) <= 1e-5, "nobody answered with other weights"
