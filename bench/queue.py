@@ -67,7 +67,6 @@ TRANSPORTS = (
     Transport("tcp", "raw TCP, a group of 8 a message", 48),
     Transport("zmq", "**plain ZeroMQ PUSH/PULL, a group of 8 a message**", 48),
     Transport("zmq-curve", "plain ZeroMQ PUSH/PULL with CURVE, a group of 8 a message", 24),
-    Transport("ours-open", "hpcrl queue, requests and answers, without encryption", 40),
     Transport("ours", "**hpcrl queue, requests and answers, CURVE both ways**", 24),
     Transport("redis", "Redis stream, 1 entry a sample, XADD in pipelines of 32, XREAD of 64", 12, needs=("redis",)),
     Transport(

@@ -1,4 +1,4 @@
-"""The rollout queue of hpcrl: one rank, a share a batch, requests and answers; with and without encryption."""
+"""The rollout queue of hpcrl: one rank, a share a batch, requests and answers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from bench.queue_roles.work import DIFFERENT, Control, Passes, batches, read, timed
 from hpcrl.plan import Location, Plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport import auth
 from hpcrl.transport.client import QueueClient
-from hpcrl.transport.server import QueueServer, Rank
+from hpcrl.transport.server import QueueServer
 from hpcrl.transport.share_format import SampleBatch, Share
 
 PLAN = Plan("bench", 0, (Location("127.0.0.1", (0,)),), (), Location("127.0.0.1", ()))
@@ -39,28 +37,11 @@ class BoundedServer(QueueServer):
             await self.taken.wait()
 
 
-class OpenServer(BoundedServer):
-    """Without keys, for the measurement only: everybody is rank 0."""
-
-    def _lock(self) -> str:
-        return auth.server_keys(self._rundir).public
-
-    def _rank_of(self, frame: zmq.Frame) -> Rank:
-        return self._ranks[0]
-
-
-class OpenClient(QueueClient):
-    """Without keys, for the measurement only."""
-
-    def _lock(self) -> None:
-        pass
-
-
-def produce(control: Control, passes: Passes, scratch: Path, encrypted: bool = True) -> None:
+def produce(control: Control, passes: Passes, scratch: Path) -> None:
     rundir = RunDir.create(scratch / "run")
     rundir.make_attempt()
     auth.make_keys(rundir, 1)
-    asyncio.run(_serve(control, passes, (BoundedServer if encrypted else OpenServer)(rundir)))
+    asyncio.run(_serve(control, passes, BoundedServer(rundir)))
 
 
 async def _serve(control: Control, passes: Passes, server: BoundedServer) -> None:
@@ -79,9 +60,9 @@ async def _serve(control: Control, passes: Passes, server: BoundedServer) -> Non
     await server.close()
 
 
-def consume(control: Control, passes: Passes, scratch: Path, encrypted: bool = True) -> list[float]:
+def consume(control: Control, passes: Passes, scratch: Path) -> list[float]:
     control.hear()
-    client = (QueueClient if encrypted else OpenClient)(RunDir(scratch / "run"), PLAN, 0, 1, 60)
+    client = QueueClient(RunDir(scratch / "run"), PLAN, 0, 1, 60)
 
     def receive(number: int) -> int:
         share = client.fetch(number)
@@ -91,11 +72,3 @@ def consume(control: Control, passes: Passes, scratch: Path, encrypted: bool = T
     seconds = timed(control, passes, receive)
     client.close()
     return seconds
-
-
-def produce_open(control: Control, passes: Passes, scratch: Path) -> None:
-    produce(control, passes, scratch, encrypted=False)
-
-
-def consume_open(control: Control, passes: Passes, scratch: Path) -> list[float]:
-    return consume(control, passes, scratch, encrypted=False)

@@ -18,7 +18,6 @@ from hpcrl.run.process import die_with_parent
 
 PAIRS: dict[str, tuple[Any, Any]] = {
     "ours": (ours.produce, ours.consume),
-    "ours-open": (ours.produce_open, ours.consume_open),
     "zmq": (plain.zmq_produce, plain.zmq_consume),
     "zmq-curve": (plain.zmq_produce_encrypted, plain.zmq_consume),
     "tcp": (plain.tcp_produce, plain.tcp_consume),
