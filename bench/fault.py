@@ -38,7 +38,7 @@ from bench.startup import child, free_port  # noqa: E402
 from hpcrl.report.timeline.reading import read_stage  # noqa: E402
 from hpcrl.report.timeline.spans import READY, STEP  # noqa: E402
 from hpcrl.run.attempt_log import ReadyRecord, faults_of, read_attempts  # noqa: E402
-from tests.support.runs import POLICY, Run, make_task, recipe, role_pid  # noqa: E402
+from tests.support.runs import KEPT, POLICY, Run, make_task, recipe, role_pid  # noqa: E402
 
 RANK = """
 import os, sys
@@ -142,7 +142,7 @@ def appears(path: Path) -> str:
 def ours(task: Path, directory: Path) -> dict[str, float]:
     """Seconds of a fault, in all and by part."""
     root = directory / "run"
-    given = POLICY | {"run_dir": str(root), "num_rollout": 6, "save_interval": 1}
+    given = POLICY | KEPT | {"run_dir": str(root), "num_rollout": 6, "save_interval": 1}
     run = Run(recipe(directory, task, **given), root=root)
     run.until(lambda: run.steps() >= 3, 300)
     rank = role_pid(root, "hpcrl.trainer")
@@ -172,7 +172,7 @@ def lost(task: Path, directory: Path, faults: int, reward: str) -> dict[str, flo
     """What `faults` kills, one in EACH steps, have undone of the steps before them."""
     root = directory / "lost"
     copies = {"save_interval": EACH, "non_persistent_save_interval": 1, "custom_rm_path": reward}
-    given = POLICY | copies | {"run_dir": str(root), "num_rollout": EACH * (faults + 1)}
+    given = POLICY | KEPT | copies | {"run_dir": str(root), "num_rollout": EACH * (faults + 1)}
     (directory / "recipe").mkdir()
     run = Run(recipe(directory / "recipe", task, **given), root=root)
     chance, kills = random.Random(1), []

@@ -207,7 +207,7 @@ class SandboxPool(CountedPool):
             task.add_done_callback(self._tasks.pop)
 
     async def _make_ahead(self, kind: Kind) -> None:
-        with contextlib.suppress(HpcrlError):  # whoever asks for a box gets the error
+        with contextlib.suppress(HpcrlError):  # the next caller that asks for a box gets the error
             await self._add(kind)
 
     async def _add(self, kind: Kind) -> None:

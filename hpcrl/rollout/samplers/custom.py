@@ -3,7 +3,7 @@
 Invariants: the function runs in a process of its own and reaches the engines through the endpoint alone, with a key of
 its response; a call that fails costs its response, which then earns 0 and trains nothing, and above a share of a batch
 the run; an engine's failure ends the run as it does without a function.  A call whose time is up is cancelled, and a
-process that goes on is killed; time that an engine works on a call's requests is not the call's.
+process that continues is killed; time that an engine works on a call's requests is not the call's.
 """
 
 from __future__ import annotations
