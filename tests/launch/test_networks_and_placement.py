@@ -95,7 +95,10 @@ def test_roles_follow_the_hostfile() -> None:
     reports = [machine("a.site", eth0="10.0.0.1/24"), machine("b", eth0="10.0.0.2/24")]
     crew = place_ranks(reports, [8, 8], [Host("10.0.0.2", 4), Host("a", 2)])
     assert [(h.name, h.slots) for h in crew.hosts] == [("10.0.0.2", 4), ("a", 2)]
-    assert [(h.rank, h.host) for h in crew.places] == [(0, "a"), (1, "10.0.0.2")] and crew.first("10.0.0.2") == 1
+    assert crew.names == ("a", "10.0.0.2")
+    reports = [machine("n1.b.edu", eth0="10.0.0.1/24"), machine("n1.a.edu", eth0="10.0.0.2/24")]
+    assert place_ranks(reports, [1, 1], [Host("n1.a.edu", 1), Host("n1.b.edu", 1)]).names == ("n1.b.edu", "n1.a.edu")
+    assert place_ranks(reports, [4, 2], None).hosts == (Host("n1.b.edu", 4), Host("n1.a.edu", 2))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
-"""Messages between the launcher (MPI rank 0) and the ranks of the hosts, and the channel that carries them.
+"""What the launcher (MPI rank 0) and the ranks of the hosts tell each other.
 
-    launcher -> host   Beat, FindPath, StartProgram, Quit
-    host -> launcher   Beat, PathFound, ProgramEnded, Bye
-    all to all, once   RankJoined
+    all to all, once   RankJoined   what a rank finds where it runs
+    launcher -> host   Order        what the host is to run
+    launcher -> host   Quit         the run is over
+    host -> launcher   Report       how the order goes
+
+An order or a report replaces the one before it.  It is sent again every BEAT seconds, as a sign of life.
 
 Invariants: nothing is pickled: every message is one typed msgspec Struct with a tag, in one buffer of at most
 MAX_MESSAGE bytes, and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks:
@@ -11,7 +14,6 @@ sends complete in the background; a rank that is silent for DEAD seconds counts 
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -23,10 +25,10 @@ from hpcrl.utils.waiting import Deadline, LastSign
 
 MAX_MESSAGE = 2**20  #: bytes
 MEND = "use one version of hpcrl on all hosts"
-TAG = 7
 #: seconds between signs of life, and without one until a host counts as gone
 BEAT = 2.0
 DEAD = 20.0
+PART = 20.0  #: seconds that the ranks may take to part at the end
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -46,59 +48,42 @@ class RankJoined(_Message, tag="joined"):
     gpus: Count
 
 
-class Beat(_Message, tag="beat"):
-    """A sign of life."""
-
-
-class FindPath(_Message, tag="find path"):
-    """Is there a file of this absolute path on your host?"""
-
-    path: str
-
-
-class PathFound(_Message, tag="path found"):
-    """The answer to FindPath."""
-
-    path: str
-    found: bool
-
-
-class StartProgram(_Message, tag="start"):
-    """Start a module of hpcrl's as a process; what you started before ends first.
+class Order(_Message, tag="order"):
+    """Run a module of hpcrl's; what the order before it has started ends first.
 
     Attributes:
-        number: of this order, for `ProgramEnded`.
+        number: 0 for the first order, which starts nothing; one more for each that follows.
         words: the module and its arguments.
         log: where its output goes, "" for nowhere.
     """
 
-    number: Count
-    words: tuple[str, ...]
-    log: str
-
-
-class ProgramEnded(_Message, tag="ended"):
-    """The program of that order has ended with this exit status, negative for a signal."""
-
-    number: Count
-    status: int
+    number: Count = 0
+    words: tuple[str, ...] = ()
+    log: str = ""
 
 
 class Quit(_Message, tag="quit"):
-    """The run is over: say Bye and end with this exit status."""
+    """The run is over: end with this exit status."""
 
     status: int
 
 
-class Bye(_Message, tag="bye"):
-    """The sender does nothing more."""
+class Report(_Message, tag="report"):
+    """How an order goes.
+
+    Attributes:
+        number: of the order.
+        status: the exit status of its process, negative for a signal; None while it runs.
+    """
+
+    number: Count = 0
+    status: int | None = None
 
 
-FromLauncher = Beat | FindPath | StartProgram | Quit
-FromHost = Beat | PathFound | ProgramEnded | Bye
-Message = RankJoined | FromLauncher | FromHost
+FromLauncher = Order | Quit
+Message = RankJoined | FromLauncher | Report
 
-pack = msgspec.msgpack.Encoder().encode
+pack = msgspec.json.Encoder().encode
 
 
 def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
@@ -108,62 +93,58 @@ def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
         PeerError: names the rank that sent it.
     """
     try:
-        return msgspec.msgpack.decode(data, type=kinds)
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        return msgspec.json.decode(data, type=kinds)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerError(f"MPI rank {rank} sent no valid message for this rank: {error}", MEND) from error
-
-
-def check_size(size: int, rank: int) -> None:
-    """Raise PeerError if a message of so many bytes has come, before it is taken."""
-    if size > MAX_MESSAGE:
-        raise PeerError(f"MPI rank {rank} sends a message of {size} bytes, {MAX_MESSAGE} are allowed", MEND)
 
 
 M = TypeVar("M")
 
 
 class Channel(Generic[M]):
-    """One process's end: `send` to ranks, `receive` what has come, `silent` tells who has not been heard.
+    """One process's end of the messages.
 
-    Rank 0 is the launcher and receives what hosts say, the others what the launcher says.
+    Attributes:
+        peers: the ranks to which this rank talks: those of all hosts for the launcher, the launcher for a host.
     """
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
         self.world = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
-        self.heard = {rank: LastSign() for rank in range(self.size)}
-        self.spoke = LastSign(ago=math.inf)
-        self._understood: Any = FromLauncher if self.rank else FromHost
-        self._pending: list[tuple[Any, bytes]] = []
+        self.peers = [0] if self.rank else list(range(1, self.size))
+        self._understood: Any = FromLauncher if self.rank else Report
+        self._heard = {rank: LastSign() for rank in self.peers}
+        self._sent: dict[int, tuple[Any, bytes, LastSign]] = {}
 
-    def send(self, to: int, message: Message) -> None:
-        """Begin to send a message; it is lost if the receiver is gone."""
+    def gather(self, message: Message) -> list[Any]:
+        """Every rank's message, all of one kind, in rank order; collective.
+
+        Raises:
+            PeerError: on every rank, names one that sends something else.
+        """
+        data, longest = pack(message), bytearray(8)
+        number = [len(data).to_bytes(8, "little"), self.mpi.UINT64_T]
+        self.world.Allreduce(number, [longest, self.mpi.UINT64_T], op=self.mpi.MAX)
+        size = int.from_bytes(longest, "little")
+        whole = bytearray(size * self.size)
+        self.world.Allgather([data.ljust(size), self.mpi.BYTE], [whole, self.mpi.BYTE])
+        self._heard = {rank: LastSign() for rank in self.peers}
+        return [unpack(whole[size * rank :][:size], type(message), rank) for rank in range(self.size)]
+
+    def say(self, to: int, message: Message) -> bool:
+        """Tell a rank, unless it was told the same less than BEAT seconds ago; to be called again and again.
+
+        Returns:
+            Whether MPI has sent the message.
+        """
         data = pack(message)
-        if to not in self.silent():
-            self._pending.append((self.world.Isend([data, self.mpi.BYTE], dest=to, tag=TAG), data))
-        self._flush()
-
-    def _flush(self) -> bool:
-        """Whether everything that was sent has been taken."""
-        self._pending = [(request, kept) for request, kept in self._pending if not request.Test()]
-        return not self._pending
-
-    def close(self, seconds: float) -> bool:
-        """Take what is still under way, so that MPI can end: some implementations wait for ever for a message that
-        was not received.  Collective; False if the others do not come to it within `seconds`, or say what no one
-        understands."""
-        deadline, barrier = Deadline(seconds), None
-        while not deadline.over:
-            try:
-                self.receive()
-            except PeerError:
-                return False
-            if self._flush() and barrier is None:
-                barrier = self.world.Ibarrier()
-            if barrier is not None and barrier.Test():
-                return True
-            time.sleep(0.005)
+        request, last, sign = self._sent.get(to, (None, b"", LastSign()))
+        if request is not None and not request.Test():
+            return False
+        if data == last and sign.silence < BEAT:
+            return True
+        self._sent[to] = self.world.Isend([data, self.mpi.BYTE], dest=to), data, LastSign()
         return False
 
     def receive(self) -> list[tuple[int, M]]:
@@ -175,38 +156,38 @@ class Channel(Generic[M]):
         """
         found: list[tuple[int, M]] = []
         status = self.mpi.Status()
-        while self.world.Iprobe(source=self.mpi.ANY_SOURCE, tag=TAG, status=status):
-            size = status.Get_count(self.mpi.BYTE)
-            source = status.Get_source()
-            check_size(size, source)
+        while self.world.Iprobe(status=status):
+            size, source = status.Get_count(self.mpi.BYTE), status.Get_source()
+            if size > MAX_MESSAGE:
+                raise PeerError(f"MPI rank {source} sends a message of {size} bytes, {MAX_MESSAGE} are allowed", MEND)
             buffer = bytearray(size)
-            self.world.Recv([buffer, self.mpi.BYTE], source=source, tag=TAG)
-            self.heard[source].heard()
+            self.world.Recv([buffer, self.mpi.BYTE], source=source)
             found.append((source, unpack(buffer, self._understood, source)))
+            self._heard[source].heard()
         return found
 
-    def beat(self, to: list[int]) -> None:
-        """A sign of life, when it is time for one."""
-        if self.spoke.due(BEAT):
-            for rank in to:
-                self.send(rank, Beat())
-
     def silent(self) -> list[int]:
-        """The ranks that have not been heard for DEAD seconds; the caller must also receive."""
-        return [rank for rank, sign in self.heard.items() if rank != self.rank and sign.silence > DEAD]
+        """The peers that have not been heard for DEAD seconds; the caller must also receive."""
+        return [rank for rank, sign in self._heard.items() if sign.silence > DEAD]
 
-    def gather(self, message: Message) -> list[Any]:
-        """Every rank's message, all of one kind, in rank order; collective.  PeerError, on every rank, names one that
-        sends something else."""
-        data = pack(message)
-        sizes = bytearray(8 * self.size)
-        self.world.Allgather([len(data).to_bytes(8, "little"), self.mpi.BYTE], [sizes, self.mpi.BYTE])
-        counts = [int.from_bytes(sizes[8 * i : 8 * i + 8], "little") for i in range(self.size)]
-        for rank, count in enumerate(counts):
-            check_size(count, rank)
-        starts = [sum(counts[:i]) for i in range(self.size)]
-        whole = bytearray(sum(counts))
-        self.world.Allgatherv([data, self.mpi.BYTE], [whole, counts, starts, self.mpi.BYTE])
-        self.heard = {rank: LastSign() for rank in range(self.size)}
-        parts = zip(starts, counts, strict=True)
-        return [unpack(whole[start : start + size], type(message), rank) for rank, (start, size) in enumerate(parts)]
+    def close(self, last: Message) -> bool:
+        """Say a last message and take what is still under way, so that MPI can end: some implementations wait for ever
+        for a message that was not received.  Collective.
+
+        Returns:
+            False if the others do not come to it within PART seconds, a peer is gone, or one says what is no message.
+        """
+        deadline, barrier = Deadline(PART), None
+        while True:
+            try:
+                self.receive()
+            except PeerError:
+                return False
+            if barrier is None:
+                said = [self.say(rank, last) for rank in self.peers]
+                barrier = self.world.Ibarrier() if all(said) else None
+            elif barrier.Test():
+                return True
+            if self.silent() or deadline.over:
+                return False
+            time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The MPI ranks other than 0: each starts on its host what the launcher on rank 0 tells it to.
+"""The MPI ranks other than 0: each starts on its host what the launcher on rank 0 orders.
 
 Invariants: a rank ends by itself when the launcher is silent; when it ends, by whatever, all that it started ends with
 it.
@@ -16,17 +16,7 @@ import psutil
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.local import spawn
 from hpcrl.launch.mpi import exit_status_relay
-from hpcrl.launch.mpi.channel import (
-    DEAD,
-    Bye,
-    Channel,
-    FindPath,
-    FromLauncher,
-    PathFound,
-    ProgramEnded,
-    Quit,
-    StartProgram,
-)
+from hpcrl.launch.mpi.channel import DEAD, Channel, FromLauncher, Order, Quit, Report
 from hpcrl.launch.roles import GRACE
 from hpcrl.run.process import end_descendants, end_processes
 
@@ -41,49 +31,42 @@ class HostRank:
     def __init__(self, channel: Channel[FromLauncher], host: str) -> None:
         self.channel = channel
         self.host = host
-        self._program: tuple[int, subprocess.Popen[bytes]] | None = None  #: the number of its order, the process
+        self._number = 0  #: of the last order
+        self._process: subprocess.Popen[bytes] | None = None  #: that it has started
+
+    @property
+    def report(self) -> Report:
+        """How the last order goes."""
+        return Report(self._number, self._process.poll() if self._process else None)
 
     def run(self) -> int:
-        """Do what the launcher says until it says quit; the exit status."""
+        """Do what the launcher orders until it says quit; the exit status."""
         try:
             while True:
                 for _, message in self.channel.receive():
                     if isinstance(message, Quit):
-                        self.channel.send(0, Bye())
                         return message.status
-                    self._obey(message)
-                self.channel.beat([0])
-                self._tell_end()
-                if 0 in self.channel.silent():
+                    if message.number != self._number:
+                        self._start(message)
+                self.channel.say(0, self.report)
+                if self.channel.silent():
                     raise PeerError(f"the launcher on rank 0 was silent for {DEAD:.0f} s")
                 time.sleep(0.1)
         except HpcrlError as error:
             print(f"hpcrl: error: {self.host}: {error}", file=sys.stderr, flush=True)
-            self._end_program()
-            self._tell_end()  # and so the launcher ends the run
-            if 0 in self.channel.silent():
-                exit_status_relay.tell(error.exit_code)  # its own word would not get through either
+            if self.channel.silent():
+                exit_status_relay.tell(error.exit_code)  # rank 0's own word would not get through
             return error.exit_code
         finally:
-            self._end_program()
-            end_descendants(0.5)
+            self._end()
 
-    def _obey(self, message: FromLauncher) -> None:
-        match message:
-            case FindPath():
-                self.channel.send(0, PathFound(message.path, Path(message.path).exists()))
-            case StartProgram():
-                self._end_program()  # which may have stood still
-                end_descendants(0.5)
-                log = Path(message.log) if message.log else None
-                self._program = message.number, spawn([sys.executable, "-m", *message.words], log)
+    def _start(self, order: Order) -> None:
+        self._end()  # the process of the order before may have stood still
+        log = Path(order.log) if order.log else None
+        self._number, self._process = order.number, spawn([sys.executable, "-m", *order.words], log)
 
-    def _end_program(self) -> None:
-        if self._program and self._program[1].poll() is None:
-            end_processes([psutil.Process(self._program[1].pid)], GRACE)
-
-    def _tell_end(self) -> None:
-        """Tell, once, how the program has ended."""
-        if self._program and (status := self._program[1].poll()) is not None:
-            self.channel.send(0, ProgramEnded(self._program[0], status))
-            self._program = None
+    def _end(self) -> None:
+        """End the process, and what it has left."""
+        if self._process and self._process.poll() is None:
+            end_processes([psutil.Process(self._process.pid)], GRACE)
+        end_descendants(0.5)

@@ -27,9 +27,9 @@ from hpcrl.launch.attempts.spare_hosts import mark_spares
 from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job
 from hpcrl.launch.mpi import exit_status_relay
-from hpcrl.launch.mpi.channel import Channel, RankJoined
+from hpcrl.launch.mpi.channel import Channel, Message, Quit, RankJoined, Report
 from hpcrl.launch.mpi.host_rank import HostRank
-from hpcrl.launch.mpi.launcher_rank import PART, MpiHosts
+from hpcrl.launch.mpi.launcher_rank import MpiHosts
 from hpcrl.launch.mpi.placement import place_ranks
 from hpcrl.launch.requeue import seen_broken
 from hpcrl.launch.user_code.snapshot import resume_code
@@ -48,27 +48,22 @@ def run_ranks(
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a request to stop
     die_with_parent()
     adopt_orphans()
-    channel = join_world()
-    joined = RankJoined(probe.host_report(socket.gethostname()), len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    try:
-        everyone = channel.gather(joined)
-        reports = [one.report for one in everyone]
+    channel, everyone = join_world()
+    reports, last, status = [one.report for one in everyone], Report(), 1
+    try:  # where the ranks cannot be placed, each of them finds so, and one says it
         placement = place_ranks(reports, [one.gpus for one in everyone], hostfile)
-    except HpcrlError as error:  # the same on every rank: one of them says so
-        if channel.rank == 0:
-            print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
-        leave_world(channel, True, error.exit_code)
-    if channel.rank:
-        leave_world(channel, True, HostRank(channel, placement.places[channel.rank].host).run())
-    by_host = {host.name: reports[placement.first(host.name)] for host in placement.hosts}
-    status, hosts = 1, MpiHosts(channel, placement, by_host)
-    try:
-        status = _launch(hosts, recipe, overrides, resume)
+        if channel.rank:
+            rank = HostRank(channel, placement.names[channel.rank])
+            status, last = rank.run(), rank.report
+        else:
+            by_host = dict(zip(placement.names, reports, strict=True))
+            status = _launch(MpiHosts(channel, placement, by_host), recipe, overrides, resume)
     except HpcrlError as error:
         status = error.exit_code
-        print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr, flush=True)
+        if channel.rank == 0:
+            print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr, flush=True)
     finally:
-        leave_world(channel, hosts.dismiss(status), status)
+        leave_world(channel, status, last if channel.rank else Quit(status))
 
 
 def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:
@@ -101,8 +96,9 @@ def _leave(job: RunJob, error: HpcrlError, well: bool, stuck: Mapping[str, str])
 # ---- the MPI world
 
 
-def join_world() -> Channel[Any]:
-    """Join the MPI world.  The process ends with one line if that takes more than INIT seconds."""
+def join_world() -> tuple[Channel[Any], list[RankJoined]]:
+    """Join the MPI world; what every rank finds where it runs.  The process ends with one line if that takes more than
+    INIT seconds."""
 
     def late() -> None:
         print(
@@ -121,14 +117,16 @@ def join_world() -> Channel[Any]:
     except ImportError as error:
         raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/mpirun.md") from error
     check_library(MPI.Get_library_version(), os.environ)
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    joined = RankJoined(probe.host_report(socket.gethostname()), gpus)
     timer = threading.Timer(INIT, late)
     timer.daemon = True
     timer.start()
     MPI.Init_thread()
     channel: Channel[Any] = Channel(MPI)
-    channel.world.Barrier()
+    everyone = channel.gather(joined)
     timer.cancel()
-    return channel
+    return channel, everyone
 
 
 def check_library(library: str, environment: Mapping[str, str]) -> None:
@@ -153,14 +151,14 @@ def check_library(library: str, environment: Mapping[str, str]) -> None:
         )
 
 
-def leave_world(channel: Channel[Any], all_there: bool, status: int) -> NoReturn:
+def leave_world(channel: Channel[Any], status: int, last: Message) -> NoReturn:
     """End this rank: with the others, or, if some are gone, by ending what is left of the world."""
     end_descendants(0.5)
     sys.stdout.flush()
     sys.stderr.flush()
     if channel.rank == 0:
         exit_status_relay.tell(status)
-    if not all_there or not channel.close(PART):
+    if not channel.close(last):
         channel.world.Abort(status or 1)
     if "Open MPI" in channel.mpi.Get_library_version():
         channel.mpi.Finalize()  # or else it takes the end of the process for a crash

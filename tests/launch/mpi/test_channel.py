@@ -1,15 +1,22 @@
-"""The channel between ranks of a real MPI world, on this machine: what is not a message ends nothing but names its
-sender."""
+"""What ranks say over MPI, in a real world on this machine: typed both ways, and whatever else comes is an error that
+names the rank that sent it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hpcrl.errors import PeerError
+from hpcrl.launch.mpi.channel import FromLauncher, Message, Order, Quit, RankJoined, Report, pack, unpack
+from hpcrl.launch.probe import HostReport, Network
 from tests.support.able import find_mpirun, needs
 
 pytestmark = [
@@ -24,13 +31,12 @@ from mpi4py import MPI
 import msgspec
 from hpcrl.errors import PeerError
 from hpcrl.launch.mpi import channel as channels
-from hpcrl.launch.mpi.channel import TAG, Channel
 from hpcrl.launch.mpi.channel import *
 
 channel = Channel(MPI)
 
 def raw(to, data):
-    channel.world.Send([data, MPI.BYTE], dest=to, tag=TAG)
+    channel.world.Send([data, MPI.BYTE], dest=to)
 
 def heard(count):
     found, end = [], time.monotonic() + 20
@@ -46,8 +52,8 @@ def heard(count):
 def tell(text):
     os.write(1, f"{channel.rank}: {text}\\n".encode())  # in one piece, or the lines of two ranks are mixed
 
-def part():
-    tell(f"parted {channel.close(10)}")
+def part(last=Report(9, 0)):
+    tell(f"parted {channel.close(last)}")
     MPI.Finalize()
     os._exit(0)
 """
@@ -72,14 +78,14 @@ def test_typed_messages_name_their_rank() -> None:
         3,
         """
 if channel.rank:
-    channel.send(0, ProgramEnded(channel.rank, 0))
+    channel.say(0, Report(channel.rank, 0))
     [(rank, message)] = heard(1)
     tell(f"{rank} {message.number} {sum(map(len, message.words))}")
-else:
-    tell(sorted((rank, message.number) for rank, message in heard(2)))
-    for rank in (1, 2):
-        channel.send(rank, StartProgram(rank, ("x" * 500_000,) * rank, ""))
-part()
+    part()
+tell(sorted((rank, message.number) for rank, message in heard(2)))
+for rank in channel.peers:
+    channel.say(rank, Order(rank, ("x" * 500_000,) * rank))
+part(Quit(0))
 """,
     )
     assert said == {
@@ -89,26 +95,69 @@ part()
     }
 
 
+def test_what_was_said_is_said_again_in_time() -> None:
+    """A message that does not change is a sign of life; a new one goes at once."""
+    said = world(
+        2,
+        """
+channels.BEAT = 1.0
+if channel.rank:
+    said, end = [], time.monotonic() + 2.5
+    while time.monotonic() < end:
+        channel.say(0, Report(1 + (end - time.monotonic() < 0.3), None))
+        time.sleep(0.01)
+    part()
+tell([message.number for _, message in heard(4)])
+part(Quit(0))
+""",
+    )
+    assert said[0] == ["[1, 1, 1, 2]", "parted True"]
+
+
+def test_silence_is_noticed_and_ends_the_world() -> None:
+    """No one waits at the end for a rank that is gone."""
+    said = world(
+        2,
+        """
+channels.DEAD = 1.0
+if channel.rank:
+    time.sleep(4)
+    heard(1)
+    MPI.Finalize()
+    os._exit(0)
+heard(0)
+begun = time.monotonic()
+tell(channel.silent())
+tell(channel.close(Quit(0)))
+tell(time.monotonic() - begun < 3)
+tell(channel.silent())
+MPI.Finalize()
+os._exit(0)
+""",
+    )
+    assert said[0] == ["[]", "False", "True", "[1]"]
+
+
 def test_malformed_message_names_its_rank() -> None:
     """A malformed message names the rank, and the next one is received."""
     said = world(
         2,
         """
 if channel.rank:
-    raw(0, b"not msgpack")
-    raw(0, msgspec.msgpack.encode({"is": "quit", "status": 0}))  # which only the launcher says
-    channel.send(0, PathFound("/x", True))
-else:
-    for one in heard(3):
-        tell(one if isinstance(one, str) else one[1])
-part()
+    raw(0, b"not JSON")
+    raw(0, pack(Quit(0)))  # which only the launcher says
+    channel.say(0, Report(4, -9))
+    part(Report(4, -9))
+for one in heard(3):
+    tell(one if isinstance(one, str) else one[1])
+part(Quit(0))
 """,
     )
     first, second, third, parted = said[0]
     assert first.startswith("MPI rank 1 sent no valid message") and second.startswith(
         "MPI rank 1 sent no valid message"
     )
-    assert (third, parted) == ("PathFound(path='/x', found=True)", "parted True")
+    assert (third, parted) == ("Report(number=4, status=-9)", "parted True")
 
 
 def test_oversized_message_is_refused() -> None:
@@ -118,9 +167,8 @@ def test_oversized_message_is_refused() -> None:
         """
 channels.MAX_MESSAGE = 1000
 if channel.rank:
-    request = channel.world.Isend([bytes(5_000_000), MPI.BYTE], dest=0, tag=TAG)
+    request = channel.world.Isend([bytes(5_000_000), MPI.BYTE], dest=0)
     channel.world.Barrier()
-    tell("sent")
 else:
     end = time.monotonic() + 20
     while time.monotonic() < end:
@@ -129,14 +177,12 @@ else:
         except PeerError as error:
             tell(error)
             break
-    tell(f"parted {channel.close(10)}")
+    tell(f"parted {channel.close(Quit(0))}")
     channel.world.Barrier()
-sys.stdout.flush()
-os.environ["OMPI_MCA_mpi_abort_print_stack"] = "0"
 # what nobody took is taken here, so that this world can end as it should
 if channel.rank == 0:
     buffer = bytearray(5_000_000)
-    channel.world.Recv([buffer, MPI.BYTE], source=1, tag=TAG)
+    channel.world.Recv([buffer, MPI.BYTE], source=1)
 else:
     request.Wait()
 MPI.Finalize()
@@ -154,19 +200,81 @@ def test_gather_is_typed() -> None:
     said = world(
         3,
         """
-everyone = channel.gather(FindPath(f"/rank{channel.rank}"))
-tell([one.path for one in everyone])
+everyone = channel.gather(Order(words=("x" * channel.rank,)))
+tell([one.words for one in everyone])
 try:
-    channel.gather(FindPath("/x") if channel.rank != 2 else Beat())
+    channel.gather(Order() if channel.rank != 2 else Report())
 except PeerError as error:
     tell(str(error).partition(":")[0])
-part()
+part(Report() if channel.rank else Quit(0))
 """,
     )
     wrong = {0: 2, 1: 2, 2: 0}  # rank 2 itself takes the others' for wrong
     for rank in range(3):
         assert said[rank] == [
-            "['/rank0', '/rank1', '/rank2']",
+            "[('',), ('x',), ('xx',)]",
             f"MPI rank {wrong[rank]} sent no valid message for this rank",
             "parted True",
         ]
+
+
+# ---- the messages themselves
+
+
+JOINED = RankJoined(HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40), 8)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (FromLauncher, Order(3, ("hpcrl.launch.host", "/run"), "/run/logs/host-a.log")),
+        (FromLauncher, Quit(-9)),
+        (Report, Report(3, -15)),
+        (RankJoined, JOINED),
+    ],
+)
+def test_what_is_said_is_what_is_heard(kinds: object, said: Message) -> None:
+    assert unpack(pack(said), kinds, 1) == said
+    assert unpack(bytearray(pack(said)), kinds, 1) == said
+
+
+@pytest.mark.parametrize("message", [Order(), Quit(0)])
+def test_a_host_does_not_speak_as_the_launcher(message: Message) -> None:
+    with pytest.raises(PeerError, match="^MPI rank 5.*message for this rank"):
+        unpack(pack(message), Report, 5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff{}",
+        b"[" * 100_000,
+        *map(
+            msgspec.json.encode,
+            (
+                {"op": "quit", "status": 0},
+                {"is": "quit"},
+                {"is": "quit", "status": "0"},
+                {"is": "quit", "status": 0, "more": 1},
+                {"is": "dance"},
+                {"is": "order", "number": -1},
+                {"is": "order", "words": [1]},
+                [],
+                None,
+            ),
+        ),
+    ],
+)
+def test_what_is_no_message_names_the_rank(data: bytes) -> None:
+    with pytest.raises(PeerError, match="^MPI rank 2 sent no valid message.*rank.*use.*hpcrl on all hosts"):
+        unpack(data, FromLauncher, 2)
+
+
+@given(st.binary(max_size=64), st.integers(0, 63))
+def test_no_bytes_are_a_crash(noise: bytes, at: int) -> None:
+    whole = pack(Order(1, ("hpcrl.launch.host", "/run")))
+    for data in (noise, whole[: at % len(whole)] + noise, whole[: at % len(whole)]):
+        for kinds in (FromLauncher, Report, RankJoined):
+            with contextlib.suppress(PeerError):
+                unpack(data, kinds, 0)

@@ -229,13 +229,12 @@ def test_a_run_that_ended_well_has_lost_nobody(capfd: pytest.CaptureFixture[str]
 class Silence:
     """A channel to a launcher of which nothing has come for too long."""
 
-    rank = 1
+    def say(self, to: int, message: object) -> bool:
+        """Nobody hears it."""
+        return False
 
     def receive(self) -> list[tuple[int, Any]]:
         return []
-
-    def beat(self, to: list[int]) -> None:
-        """Nobody hears it."""
 
     def silent(self) -> list[int]:
         return [0]
