@@ -13,9 +13,8 @@ import re
 import select
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, NamedTuple
 
 ENVIRONMENT = "HPCRL_LAUNCH_WORD"  #: what the line begins with, drawn for each launch; absent: no listener
 ASKED = "HPCRL_LAUNCH_ASKED"  #: when `hpcrl launch` began, unix time by its host's clock
@@ -59,68 +58,51 @@ def _say(text: str) -> None:
             os.write(2, f"{word} ".encode() + os.fsencode(text) + b"\n")
 
 
-@dataclass
-class _Stream:
-    """What comes from one, where it goes, and the beginning of a line whose end has not come yet."""
-
-    number: int
-    to: TextIO
-    rest: bytes = b""
-
-
 class OutputRelay:
     """Passes on what mpirun's output and errors bring.
 
-    status, place: as the first told them, or None; lost: the first host that mpirun said it had lost, died: on which it
-    said that a rank had died, or "".
+    Attributes:
+        status, place: as the first told them, or None.
+        lost, died: the first host that mpirun said it had lost, or on which a rank had died, or "".
     """
 
     def __init__(self, out: BinaryIO, errors: BinaryIO, word: str) -> None:
         self.status: int | None = None
         self.place: RunLocation | None = None
         self.lost = self.died = ""
-        self._open = [_Stream(errors.fileno(), sys.stderr), _Stream(out.fileno(), sys.stdout)]
+        self._open = {errors.fileno(): sys.stderr, out.fileno(): sys.stdout}
+        self._rest = dict.fromkeys(self._open, b"")  #: the beginning of a line whose end has not come yet
         self._line = re.compile(re.escape(word.encode()) + rb" (?:(-?\d+)|is (\w+) at (.+))")
 
     def wait(self, seconds: float) -> bool:
         """Pass on what comes within `seconds`; whether something did, and more may follow."""
-        ready = select.select([stream.number for stream in self._open], [], [], seconds)[0]
+        ready = select.select(list(self._open), [], [], seconds)[0]
         some = False
-        for stream in list(self._open):
-            data = os.read(stream.number, BLOCK) if stream.number in ready else b""
-            if stream.number in ready and not data:
-                self._open.remove(stream)
+        for number, to in list(self._open.items()):
+            data = os.read(number, BLOCK) if number in ready else b""
             some |= bool(data)
-            self._relay(stream, data)
+            *lines, rest = (self._rest[number] + data).split(b"\n")
+            said = b"".join(line + b"\n" for line in lines if not self._heard(line))
+            if not data and MARK.encode() not in rest:  # an unfinished line of one who waits
+                said, rest = said + rest, b""
+            self._rest[number] = rest
+            with contextlib.suppress(OSError):  # there is no reader any more: no reason to leave the run alone
+                to.flush()
+                to.buffer.write(said)
+                to.buffer.flush()
+            if number in ready and not data:
+                del self._open[number]
         return some
-
-    def _relay(self, stream: _Stream, data: bytes) -> None:
-        *lines, stream.rest = (stream.rest + data).split(b"\n")
-        said = [line for line in lines if not self._heard(line)]
-        if not data and MARK.encode() not in stream.rest:  # an unfinished line of one who waits
-            said = [*said, stream.rest]
-            stream.rest = b""
-            _pass_on(b"\n".join(said), stream.to)
-        else:
-            _pass_on(b"".join(line + b"\n" for line in said), stream.to)
 
     def _heard(self, line: bytes) -> bool:
         """Whether it is for us alone."""
         if found := self._line.search(line):
-            if found[1] is not None:
-                self.status = int(found[1]) if self.status is None else self.status
-            else:
+            if found[1] is None:
                 self.place = self.place or RunLocation(found[2].decode(), Path(os.fsdecode(found[3])))
+            elif self.status is None:
+                self.status = int(found[1])
         elif gone := LOST.search(line):
             self.lost = self.lost or gone[1].decode()
         elif gone := DIED.search(line):
             self.died = self.died or (gone[1] or gone[2]).decode()
         return found is not None
-
-
-def _pass_on(data: bytes, to: TextIO) -> None:
-    if data:
-        with contextlib.suppress(OSError):  # there is no reader any more: no reason to leave the run alone
-            to.flush()
-            to.buffer.write(data)
-            to.buffer.flush()

@@ -58,37 +58,42 @@ REST = 5.0  #: seconds for what was still to be handed on when mpirun ended, and
 def call_mpirun(
     argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, own: dict[str, Any]
 ) -> int:
+    """Check what can be checked here, and run mpirun to its end; the exit status.
+
+    Args:
+        argv: of `hpcrl launch`, which every rank gets.
+        resume: the run directory of a run that continues; None for a new one, of `recipe`.
+        own: the flags of `hpcrl launch` alone.
+
+    Raises:
+        HpcrlError: says what is wrong; nothing has been started if it is a UsageError.
+    """
     if "hostfile" not in own:
         raise UsageError("no hostfile given", "name the machines: --hostfile FILE; hpcrl run needs none")
     found = read_hostfile(own["hostfile"])
     for note in found.notes:
         print(f"hpcrl: note: {note}", file=sys.stderr)
     stages = _stages(recipe, overrides, resume)
-    refuse_settings(stages, lambda options: mark_spares(found.hosts, options.spares), packages=resume is None)
+    hosts = lambda options: mark_spares(found.hosts, options.spares)  # noqa: E731
+    refuse_settings(stages, hosts, packages=resume is None)
     if recipe is not None:
         look_at(stages)
         note_absent(recipe, stages)
-    kept = hosts_kept(stages)
-    plans = [make_plan(options, mark_spares(found.hosts, options.spares), "launch", kept=kept) for options in stages]
-    mpirun = shlex.split(own.get("mpirun", "mpirun"))
-    agent = own.get("agent", "ssh")
-    kind = flavour(mpirun)
+    plans = [make_plan(options, hosts(options), "launch", kept=hosts_kept(stages)) for options in stages]
+    mpirun, agent = shlex.split(own.get("mpirun", "mpirun")), own.get("agent", "ssh")
+    kind, shown = flavour(mpirun), own.get("dry-run") or own.get("print")
+    word = "" if shown else exit_status_relay.drawn()
     words = [word for word in argv if word not in ("--dry-run", "--print")]
-    word = "" if own.get("dry-run") or own.get("print") else exit_status_relay.drawn()
     program = [*handed_on(word), "bash", str(shipped("launch/task.sh")), "launch", *words]
     sweep()  # after one that was killed
     with scratch("launch") as folder:
         file = folder / "hosts"
-        file.write_text(
-            write_hostfile(
-                tuple(Host(host.name, 1) for host in found.hosts), "openmpi" if kind == "openmpi" else "mpich"
-            )
-        )
+        file.write_text(write_hostfile(tuple(Host(host.name, 1) for host in found.hosts), kind))
         command = mpi_command(mpirun, kind, file, len(found.hosts), agent, program)
-        if own.get("print") or own.get("dry-run"):
-            if own.get("dry-run"):
-                print(f"{plans[-1].table()}\n\n{describe(stages[-1], plans[-1])}\n")
-                print(f"# {file.name}, for {mpirun[0]}:\n{read_given(file)}")
+        if own.get("dry-run"):
+            print(f"{plans[-1].table()}\n\n{describe(stages[-1], plans[-1])}\n")
+            print(f"# {file.name}, for {mpirun[0]}:\n{read_given(file)}")
+        if shown:
             print(shlex.join(command).replace(str(file), "HOSTFILE"))
             return 0
         if not shutil.which(mpirun[0]):
@@ -101,31 +106,24 @@ def call_mpirun(
 def handed_on(word: str) -> list[str]:
     """An `env` command with what the ranks need of our environment: not every mpirun hands it on, and hosts that differ
     in a setting of NCCL's hang."""
-    kept = {"HPCRL_PYTHON": sys.executable} | {
-        name: os.environ[name] for name in sorted(os.environ) if _is_handed_on(name)
-    }
-    kept |= (
-        {exit_status_relay.ENVIRONMENT: word, exit_status_relay.ASKED: f"{time.time() - process_age():.2f}"}
-        if word
-        else {}
-    )
-    return ["env", *(f"{name}={value}" for name, value in kept.items())]
+    kept = {name: value for name, value in sorted(os.environ.items()) if _is_handed_on(name)}
+    if word:
+        kept |= {exit_status_relay.ENVIRONMENT: word, exit_status_relay.ASKED: f"{time.time() - process_age():.2f}"}
+    return ["env", f"HPCRL_PYTHON={sys.executable}", *(f"{name}={value}" for name, value in kept.items())]
 
 
 def _is_handed_on(name: str) -> bool:
     """Whether every host is to have this variable as we have it: none of ours alone, and nothing secret, which `ps`
     would show."""
-    return (
-        (name in HANDED_ON or name.startswith(FAMILIES)) and name != "CUDA_VISIBLE_DEVICES" and not SECRET.search(name)
-    )
+    known = name in HANDED_ON or name.startswith(FAMILIES)
+    return known and name != "CUDA_VISIBLE_DEVICES" and not SECRET.search(name)
 
 
 def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:
     if recipe is None:
         assert resume is not None
         return list(reopen_job(resume).stages)
-    places = {"run": "{run}", "prepared": "{run}/prepared"}
-    return list(resolve_stages(recipe, overrides, places))
+    return list(resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"}))
 
 
 def flavour(mpirun: list[str]) -> str:
@@ -140,23 +138,11 @@ def mpi_command(mpirun: list[str], kind: str, file: Path, count: int, agent: str
     """mpirun with everything that it must be told."""
     if kind == "openmpi":
         rsh = [] if agent == "ssh" else ["--mca", "plm_rsh_agent", agent]
-        return [
-            *mpirun,
-            "--hostfile",
-            str(file),
-            "-np",
-            str(count),
-            "--map-by",
-            "ppr:1:node",
-            "--bind-to",
-            "none",
-            *rsh,
-            *program,
-        ]
-    words = shlex.split(agent)
-    rsh = [] if agent == "ssh" else ["-launcher", "ssh", "-launcher-exec", words[0]]
+        more = f"-np {count} --map-by ppr:1:node --bind-to none".split()
+        return [*mpirun, "--hostfile", str(file), *more, *rsh, *program]
+    rsh = [] if agent == "ssh" else ["-launcher", "ssh", "-launcher-exec", shlex.split(agent)[0]]
     # -machinefile: with -f Intel MPI does not read the slots behind a host
-    return [*mpirun, "-machinefile", str(file), "-n", str(count), "-bind-to", "none", *rsh, *program]
+    return [*mpirun, "-machinefile", str(file), *f"-n {count} -bind-to none".split(), *rsh, *program]
 
 
 def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[str] = ()) -> int:
@@ -166,11 +152,14 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or
             after a second signal, has GRACE seconds.
         hosts: those that run a command for us, which are asked if the run ends without a word.
+
+    Returns:
+        The exit status, as rank 0 told it: how its processes went after that says nothing of the run.
     """
+    words = shlex.split(agent)
     environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
-    extra = shlex.split(agent)[1:]
-    if kind == "mpich" and extra:
-        environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(extra)
+    if kind == "mpich" and words[1:]:
+        environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(words[1:])
     process = subprocess.Popen(
         [sys.executable, "-m", "hpcrl.run.process", *command],
         stdin=subprocess.DEVNULL,
@@ -180,9 +169,8 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         start_new_session=True,
     )
     assert process.stdout is not None and process.stderr is not None
-    listener = exit_status_relay.OutputRelay(process.stdout, process.stderr, word)
-    asked = 0
-    grace = Deadline(math.inf)
+    heard = exit_status_relay.OutputRelay(process.stdout, process.stderr, word)
+    asked, grace = 0, Deadline(math.inf)
 
     def passed_on(_: int, __: object) -> None:
         nonlocal asked, grace
@@ -193,30 +181,36 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, passed_on)
     while (status := process.poll()) is None and not grace.over:
-        listener.wait(0.2)
-        if grace.seconds == math.inf and listener.status is not None:
+        heard.wait(0.2)
+        if grace.seconds == math.inf and heard.status is not None:
             grace = Deadline(GRACE)
-    if late := status is None:
-        ours = psutil.Process(process.pid)
-        rest = ours.children(recursive=True)  # an ssh to a host whose link is cut would outlive it
-        end_processes([ours], 5.0)
-        end_processes(rest, 0.5)
-        print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was killed; is a host down?", file=sys.stderr)
-        status = 1 if listener.status is None else listener.status
     until = Deadline(REST)
-    while not late and listener.wait(0.2) and not until.over:
-        pass
-    unsaid = listener.status is None  # by rank 0, or else its word may be that of one who is cut off itself
-    if status and listener.place and (asked < 2 if unsaid else not asked and (late or listener.lost)):
-        gone = [listener.lost] if listener.lost else lost_hosts(hosts, shlex.split(agent))
+    if late := status is None:
+        _end(process)
+        status = 1 if heard.status is None else heard.status
+    else:
+        while heard.wait(0.2) and not until.over:
+            pass
+    unsaid = heard.status is None  # by rank 0, or else its word may be that of one who is cut off itself
+    if status and heard.place and (asked < 2 if unsaid else not asked and (late or heard.lost)):
+        gone = [heard.lost] if heard.lost else lost_hosts(hosts, words)
         if gone or unsaid:
             how = "was ended" if late else how_it_ended(status)
-            raise HpcrlError(*explain_end(listener.place, gone, how, listener.died if unsaid else ""))
-    if listener.status is not None:  # the run was over: how its processes went after that says nothing of it
-        return listener.status
+            raise HpcrlError(*explain_end(heard.place, gone, how, heard.died if unsaid else ""))
+    if heard.status is not None:
+        return heard.status
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "its processes have ended with it")
     return status
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End mpirun, and what it has left: an ssh to a host whose link is cut would outlive it."""
+    ours = psutil.Process(process.pid)
+    rest = ours.children(recursive=True)
+    end_processes([ours], 5.0)
+    end_processes(rest, 0.5)
+    print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was killed; is a host down?", file=sys.stderr)
 
 
 # ---- the job around this process

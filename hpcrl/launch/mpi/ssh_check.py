@@ -5,17 +5,17 @@ Invariant: every host is asked at once, and none for longer than REACH.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from subprocess import DEVNULL
 
 from hpcrl.errors import UsageError
-from hpcrl.utils.waiting import Deadline
 
 REACH = 20.0  #: seconds that a host may take to answer
 IN = "Authenticated to "  #: what ssh says once a host has let it in
@@ -43,27 +43,10 @@ def unreachable(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
     """host -> what is wrong, of those that do not run a command for us within REACH seconds."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH / 2:.0f}", "-o", "LogLevel=VERBOSE"]
     words = [*agent, *(options if Path(agent[0]).name == "ssh" else [])]
-    asked: dict[str, subprocess.Popen[bytes]] = {}
-    said: dict[str, IO[bytes]] = {}
-    try:
-        for host in dict.fromkeys(hosts):
-            # a file, since a process that shares our connection to a host (ssh's ControlMaster) may hold a pipe open
-            # for ever
-            said[host] = tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
-            command = [*words, host, "true"]
-            asked[host] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said[host]
-            )
-        deadline = Deadline(REACH)
-        while any(p.poll() is None for p in asked.values()) and not deadline.over:
-            time.sleep(0.05)
-        return {host: why for host, process in asked.items() if (why := _wrong(process.poll(), said[host]))}
-    finally:
-        for process in asked.values():
-            if process.poll() is None:
-                process.kill()
-        for file in said.values():
-            file.close()
+    names = list(dict.fromkeys(hosts))
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        found = pool.map(_wrong, ([*words, name, "true"] for name in names))
+        return {name: why for name, why in zip(names, found, strict=True) if why}
 
 
 def lost_hosts(hosts: Sequence[str], agent: list[str]) -> list[str]:
@@ -72,11 +55,15 @@ def lost_hosts(hosts: Sequence[str], agent: list[str]) -> list[str]:
     return [host for host, why in unreachable(hosts, agent).items() if not why.startswith(SLOW)]
 
 
-def _wrong(status: int | None, said: IO[bytes]) -> str:
-    """What is wrong with a host, by the exit status of the command (None: it has not ended) and what was said on
-    stderr; or ""."""
-    said.seek(0)
-    lines = said.read().decode(errors="replace").strip().splitlines()
+def _wrong(command: list[str]) -> str:
+    """What is wrong with the host of a command, by its exit status and what it says on stderr; or ""."""
+    # a file, since a process that shares our connection to a host (ssh's ControlMaster) may hold a pipe open for ever
+    with tempfile.TemporaryFile() as said:
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = subprocess.run(command, stdin=DEVNULL, stdout=DEVNULL, stderr=said, timeout=REACH).returncode
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
     if status is None and any(line.startswith(IN) for line in lines):
         return f"{SLOW} {REACH:.0f} s: what it starts with, such as ~/.bashrc, takes too long"
     if status is None:
