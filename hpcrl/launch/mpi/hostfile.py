@@ -19,7 +19,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +34,13 @@ from hpcrl.utils.untrusted_files import read_given
 MAX_HOSTS, MAX_SLOTS = 65536, 4096
 BLANKS = " \t"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
+_FIRST = re.compile(r"(?:\[[^\]]*\]?|[^\s\[])+")  #: the host part: up to a blank that is outside brackets
+_PART = re.compile(r"(?:^|,)((?:\[[^\]]*\]?|[^,\[])*)")  #: of it, between commas that are outside brackets
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,30}")  #: an interface, as in fe80::1%eth0
 _TOKEN = re.compile(r"\s*([A-Za-z_-]+)\s*=\s*([^\s=#]*)")
 _SLOTS = {"slots", "cpu", "cpus", "count"}
 _MAXIMUM = {"max_slots", "max-slots", "slots_max", "slots-max", "cpu_max", "count_max"}
+SSH = "put it into ~/.ssh/config (Host, User, Port), which every launcher reads"
 _OTHER = {"username", "user-name", "user_name", "port"}
 
 
@@ -65,6 +68,10 @@ class _Line:
     origin: str
     number: int
     text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.origin}:{self.number}"
 
     def error(self, column: int, what: str, hint: str = "") -> HostfileError:
         return HostfileError(self.origin, self.number, column + 1, what, hint)
@@ -100,7 +107,7 @@ def parse_hostfile(text: str, origin: str = "hostfile") -> Hostfile:
     for number, raw in enumerate(text.split("\n"), 1):
         line = _Line(origin, number, raw.removesuffix("\r"))
         if raw.endswith("\r"):
-            notes.append(f"{origin}:{number}: the line ends in CR LF, which Open MPI refuses; write it with LF")
+            notes.append(f"{line.place}: the line ends in CR LF, which Open MPI refuses; write it with LF")
         found += [(host, line, explicit) for host, explicit in _parse_line(line, notes)]
         if len(found) > MAX_HOSTS:
             raise line.error(0, f"more than {MAX_HOSTS} hosts")
@@ -114,7 +121,7 @@ def _parse_line(line: _Line, notes: list[str]) -> list[tuple[Host, bool]]:
     text = line.text
     comment = text.find("#")
     if comment > 0 and text[:comment].strip():
-        notes.append(f"{line.origin}:{line.number}: MPICH refuses a comment after a host; put it on a separate line")
+        notes.append(f"{line.place}: MPICH refuses a comment after a host; put it on a separate line")
     body = text if comment < 0 else text[:comment]
     if not body.strip() or body.lstrip().startswith("//"):
         return []
@@ -122,63 +129,33 @@ def _parse_line(line: _Line, notes: list[str]) -> list[tuple[Host, bool]]:
     odd = next((at for at, sign in enumerate(body) if sign.isspace() and sign not in BLANKS), None)
     if odd is not None:
         raise line.error(odd, f"{body[odd]!r} is not a plain blank", "write a space or a tab")
-    first = _first_word(body, start)
-    rest = body[start + len(first) :]
-    found = _hosts_of(line, start, first)
-    written = _settings(line, start + len(first), rest, notes)
+    end = _FIRST.match(body, start).end()  # type: ignore[union-attr]  # it begins with no blank
+    found = _hosts_of(line, start, body[start:end])
+    written = _settings(line, end, body[end:], notes)
     if written is not None and any(count is not None for _, count in found):
-        raise line.error(start + len(first), f"slots are given twice: {first} and slots={written}", "give them once")
+        raise line.error(end, f"slots are given twice: {body[start:end]} and slots={written}", "give them once")
     slots = [(name, written if count is None else count) for name, count in found]
     return [(Host(name, 1 if count is None else count), count is not None) for name, count in slots]
-
-
-def _first_word(body: str, start: int) -> str:
-    """The host part: up to a blank that is outside brackets."""
-    depth = 0
-    for at in range(start, len(body)):
-        depth += (body[at] == "[") - (body[at] == "]")
-        if body[at].isspace() and depth <= 0:
-            return body[start:at]
-    return body[start:]
 
 
 def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
     """(host, its slots) of `node1`, `node1:8`, `node1:8,node2:8`, `node[01-03,07]:8`, `[fe80::1]:8`."""
     if "@" in word:
-        raise line.error(
-            column, f"{word} names a user", "put it into ~/.ssh/config (Host, User), which every launcher reads"
-        )
+        raise line.error(column, f"{word} names a user", SSH)
     if _address(word.strip("[]")) == 6:
         return [(word.strip("[]"), None)]
-    parts = _split(word)
     found: list[tuple[str, int | None]] = []
-    for part in parts:
-        found += _part(line, column, part)
-        column += len(part) + 1
+    for part in _PART.finditer(word):
+        found += _part(line, column + part.start(1), part[1])
         if len(found) > MAX_HOSTS:
             break  # `parse_hostfile` refuses them
     if len({count is None for _, count in found}) > 1:
-        raise line.error(
-            column - len(word) - 1,
-            f"{word} has slots after some hosts and not after others",
-            "write them after each",
-        )
+        raise line.error(column, f"{word} has slots after some hosts and not after others", "write them after each")
     return found
 
 
-def _split(word: str) -> list[str]:
-    """The parts of a word between commas that are outside brackets, in one pass."""
-    parts, depth, begin = [], 0, 0
-    for at, sign in enumerate(word):
-        depth = max(0, depth + (sign == "[") - (sign == "]"))
-        if sign == "," and depth == 0:
-            parts.append(word[begin:at])
-            begin = at + 1
-    return [*parts, word[begin:]]
-
-
 def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
-    """The same of one part of a list that commas separate."""
+    """The same of one part between commas."""
     bracketed = re.match(r"\[([0-9A-Fa-f:.]+(?:%[^\]]*)?)\](?=:|\Z)", word)
     if bracketed and _address(bracketed[1]) == 6:
         names, name = [bracketed[1]], bracketed[0]
@@ -226,9 +203,7 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
             word = rest[at:].split()[0]
             hint = f"write slots={word}" if word.isdigit() else "write slots=N"
             raise line.error(where, f"{word!r} is not understood (Open MPI would ignore it silently)", hint)
-        key = match[1].lower()
-        value = match[2]
-        at = match.end()
+        key, value, at = match[1].lower(), match[2], match.end()
         if at < len(rest) and not rest[at].isspace():
             raise line.error(column + at, f"{rest[at:].split()[0]!r} does not belong here")
         value_column = column + match.start(2)
@@ -237,20 +212,16 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
                 raise line.error(where, "slots are given twice", "give them once")
             slots = _number(line, value_column, value, 0)
             if key == "slot":
-                notes.append(
-                    f"{line.origin}:{line.number}: no launcher reads slot=; for Open MPI write slots={slots}, "
-                    f"for MPICH host:{slots}"
-                )
+                ours = f"for Open MPI write slots={slots}, for MPICH host:{slots}"
+                notes.append(f"{line.place}: no launcher reads slot=; {ours}")
             elif match[1] != key:
-                notes.append(f"{line.origin}:{line.number}: Open MPI reads {key}= in small letters only")
+                notes.append(f"{line.place}: Open MPI reads {key}= in small letters only")
         elif key in _MAXIMUM:
             maximum = _number(line, value_column, value)
         elif key == "ifhn":  # MPICH's hydra: the name of the interface that it uses itself
-            notes.append(f"{line.origin}:{line.number}: {match[0].strip()} is left to MPICH; hpcrl takes --interface")
+            notes.append(f"{line.place}: {match[0].strip()} is left to MPICH; hpcrl takes --interface")
         elif key in _OTHER:
-            raise line.error(
-                where, f"{key}= would not be used", "put it into ~/.ssh/config, which every launcher reads"
-            )
+            raise line.error(where, f"{key}= would not be used", SSH)
         else:
             raise line.error(where, f"{match[1]}= is unknown", "hosts take slots=N")
     if maximum is not None and slots is None:
@@ -280,11 +251,9 @@ def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Hos
         if (other := spelled.setdefault(_key(host.name), host.name)) != host.name:
             raise _same(line, host.name, other)
         if host.name in merged and host.name != last:
-            notes.append(
-                f"{line.origin}:{line.number}: {host.name} is repeated; its ranks stay together, at its first place"
-            )
+            notes.append(f"{line.place}: {host.name} is repeated; its ranks stay together, at its first place")
         if not written and (end := re.fullmatch(r"([0-9a-f:]*::?[0-9a-f]+):(\d{1,3})", host.name)):
-            notes.append(f"{line.origin}:{line.number}: write [{end[1]}]:{end[2]} if {end[2]} is meant as slots")
+            notes.append(f"{line.place}: write [{end[1]}]:{end[2]} if {end[2]} is meant as slots")
         merged[host.name] = merged.get(host.name, 0) + host.slots
         if merged[host.name] > MAX_SLOTS:
             raise line.error(0, f"{host.name} has more than {MAX_SLOTS} slots in all")
@@ -315,15 +284,12 @@ def _key(name: str) -> str:
     return name.lower().removesuffix(".localdomain")
 
 
-def _bracketed(name: str) -> str:
-    return f"[{name}]" if ":" in name else name
-
-
-WRITERS: dict[str, Callable[[Host], str]] = {
-    "openmpi": lambda host: f"{host.name} slots={host.slots}",
-    "mpich": lambda host: f"{_bracketed(host.name)}:{host.slots}",
-    "intel": lambda host: f"{_bracketed(host.name)}:{host.slots}",
-    "slime": lambda host: f"{host.name} slot={host.slots}",
+#: dialect -> a line of a host; {bracketed}: its name, an IPv6 address in brackets
+WRITERS = {
+    "openmpi": "{name} slots={slots}\n",
+    "mpich": "{bracketed}:{slots}\n",
+    "intel": "{bracketed}:{slots}\n",
+    "slime": "{name} slot={slots}\n",
 }
 
 
@@ -332,12 +298,15 @@ def write_hostfile(hosts: tuple[Host, ...], dialect: str) -> str:
     if dialect == "slurm":
         if len({host.slots for host in hosts}) > 1:
             raise UsageError(
-                "a Slurm node list has no slots, and these hosts differ in theirs", "choose openmpi or mpich"
+                "a Slurm node list has no slots, and these hosts differ in them", "choose openmpi or mpich"
             )
         return hostlist.collect_hostlist([host.name for host in hosts]) + "\n"
     if dialect not in WRITERS:
         raise UsageError(f"--to {dialect} is unknown", f"choose one of {', '.join([*WRITERS, 'slurm'])}")
-    return "".join(WRITERS[dialect](host) + "\n" for host in hosts)
+    return "".join(
+        WRITERS[dialect].format(name=h.name, bracketed=f"[{h.name}]" if ":" in h.name else h.name, slots=h.slots)
+        for h in hosts
+    )
 
 
 # ---- hosts of a job of LSF, Grid Engine or PBS
@@ -357,34 +326,20 @@ def job_hostfile(scheduler: str, environment: Mapping[str, str]) -> tuple[str, s
     names = VARIABLES[scheduler]
     name = next((name for name in names if environment.get(name, "").strip()), None)
     if name is None:
-        raise UsageError(
-            f"{' and '.join(names)} are not set" if len(names) > 1 else f"{names[0]} is not set", "run it in a job"
-        )
+        raise UsageError(f"{' and '.join(names)} {'are' if names[1:] else 'is'} not set", "run it in a job")
     text = environment[name]
     if name in ("PE_HOSTFILE", "PBS_NODEFILE"):
         try:
             text = read_given(text)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{name}={text} cannot be read: {error}") from error
-    return _REWRITE[name](text), f"${name}"
-
-
-def _pairs(text: str) -> str:
     words = text.split()
-    if len(words) % 2:
-        raise UsageError(f"LSB_MCPU_HOSTS={text} is not a list of HOST SLOTS")
-    return "".join(f"{host} slots={slots}\n" for host, slots in zip(words[::2], words[1::2], strict=True))
-
-
-def _names(text: str) -> str:
-    return "".join(f"{name} slots=1\n" for name in text.split())
-
-
-def _queues(text: str) -> str:
-    rows = [line.split() for line in text.splitlines() if line.strip()]
+    if name == "PE_HOSTFILE":
+        rows = [line.split()[:2] for line in text.splitlines() if line.strip()]
+    elif name == "LSB_MCPU_HOSTS":
+        rows = [words[at : at + 2] for at in range(0, len(words), 2)]
+    else:
+        rows = [[word, "1"] for word in words]
     if short := next((row for row in rows if len(row) < 2), None):
-        raise UsageError(f"PE_HOSTFILE has the line {' '.join(short)!r}, without slots")
-    return "".join(f"{row[0]} slots={row[1]}\n" for row in rows)
-
-
-_REWRITE = {"LSB_MCPU_HOSTS": _pairs, "LSB_HOSTS": _names, "PE_HOSTFILE": _queues, "PBS_NODEFILE": _names}
+        raise UsageError(f"${name} is not a list of HOST SLOTS: {short[0]!r} has no slots")
+    return "".join(f"{host} slots={slots}\n" for host, slots in rows), f"${name}"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
@@ -82,11 +82,10 @@ class MpiHosts:
     # ---- what the launcher asks of a backend
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
-        network = probe.choose(self.reports, options.interface, apart=elsewhere(options) is not None)
         hosts = without(mark_spares(self.placement.hosts, options.spares), self.left_out)
+        network = probe.choose(self.reports, options.interface, apart=elsewhere(options) is not None)
         return [
-            msgspec.structs.replace(host, address=network[host.name].address, interface=network[host.name].interface)
-            for host in hosts
+            replace(host, address=network[host.name].address, interface=network[host.name].interface) for host in hosts
         ]
 
     def leave_out(self, hosts: Sequence[str]) -> None:
@@ -184,11 +183,11 @@ class MpiHosts:
         while missing and not deadline.over:
             if missing := self._exchange():
                 break
-            missing = [host for host, process in asked.items() if process.poll() is None]
+            missing = [host for host, process in asked.items() if process.returncode is None]
             time.sleep(0.02)
         if missing:
             raise HpcrlError(f"no answer from {', '.join(missing)} within {deadline.seconds:.0f} s", "is the host up?")
-        if unseen := [host for host, process in asked.items() if process.poll()]:
+        if unseen := [host for host, process in asked.items() if process.returncode]:
             raise UsageError(
                 f"host {', '.join(unseen)} does not see the run directory: no {file}",
                 "put --run-dir on a file system that all hosts share",
