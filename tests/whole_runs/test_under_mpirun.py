@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -124,12 +125,12 @@ def test_a_run_directory_that_is_not_shared(cluster: Cluster, tmp_path: Path, ta
         cluster.run("rm -rf /tmp/apart", node="node1")
 
 
-def training(cluster: Cluster, path: Path, task: Path) -> subprocess.Popen[str]:
+def training(cluster: Cluster, path: Path, task: Path, kind: str) -> subprocess.Popen[str]:
     """`hpcrl launch` of a long run on node1 and node2, which has trained two steps."""
-    hosts = cluster.hostfile("openmpi", ["node1", "node2"], path=path / "hosts")
+    hosts = cluster.hostfile(kind, ["node1", "node2"], path=path / "hosts")
     recipe_file = sft(path, task, num_rollout=100000, save_interval=None)
-    command = [sys.executable, "-m", "hpcrl", "launch", recipe_file, "--hostfile", hosts, "--mpirun", MPIRUN["openmpi"]]
-    running = cluster.popen([*command, "--run-dir", path / "run"], env=environment(cluster, "openmpi"))
+    command = [sys.executable, "-m", "hpcrl", "launch", recipe_file, "--hostfile", hosts, "--mpirun", MPIRUN[kind]]
+    running = cluster.popen([*command, "--run-dir", path / "run"], env=environment(cluster, kind))
     deadline = time.monotonic() + 120
     while len(metrics(path / "run")) < 2:
         if running.poll() is not None or time.monotonic() > deadline:
@@ -139,8 +140,24 @@ def training(cluster: Cluster, path: Path, task: Path) -> subprocess.Popen[str]:
     return running
 
 
+def left(cluster: Cluster, seconds: float) -> dict[str, Any]:
+    """What still runs of a run on its hosts, once nothing does or so many seconds have passed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = {
+            node: [argv for _, argv in cluster.processes(node) if any("hpcrl" in word for word in argv)]
+            for node in ("node1", "node2")
+        }
+        if not any(found.values()) or time.monotonic() > deadline:
+            return {node: those for node, those in found.items() if those}
+        time.sleep(0.2)
+
+
+both = pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+
+
 def test_a_rank_that_dies_ends_the_run_on_every_host(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    running = training(cluster, tmp_path, task)
+    running = training(cluster, tmp_path, task, "openmpi")
     try:
         [victim] = [pid for pid, argv in cluster.processes("node2") if "hpcrl.trainer.main" in argv]
         os.kill(victim, 9)
@@ -152,16 +169,14 @@ def test_a_rank_that_dies_ends_the_run_on_every_host(cluster: Cluster, tmp_path:
     assert not any(cluster.processes(node) for node in ("node1", "node2"))
 
 
-def test_killed_mpirun_leaves_nothing(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+@both
+def test_killed_mpirun_leaves_nothing(cluster: Cluster, tmp_path: Path, task: Path, kind: str) -> None:
     """Ten seconds after a SIGKILL of mpirun no host has a process of the run, and the run has failed."""
-    running = training(cluster, tmp_path, task)
+    running = training(cluster, tmp_path, task, kind)
     try:
-        [mpirun] = [child for child in psutil.Process(running.pid).children(True) if "mpirun" in child.cmdline()[0]]
+        [mpirun] = [child for child in psutil.Process(running.pid).children(True) if MPIRUN[kind] in child.cmdline()[0]]
         mpirun.kill()
-        deadline = time.monotonic() + 10
-        while left := [cluster.processes(node) for node in ("node1", "node2") if cluster.processes(node)]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.2)
+        assert not left(cluster, 10)
         said, _ = running.communicate(timeout=60)
     finally:
         running.kill()
@@ -169,17 +184,13 @@ def test_killed_mpirun_leaves_nothing(cluster: Cluster, tmp_path: Path, task: Pa
     assert json.loads((tmp_path / "run/state.json").read_text())["phase"] == "failed"
 
 
-def test_silent_host_ends_the_run(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+@both
+def test_silent_host_ends_the_run(cluster: Cluster, tmp_path: Path, task: Path, kind: str) -> None:
     """A host that falls silent ends the run within a minute."""
-    running = training(cluster, tmp_path, task)
+    running = training(cluster, tmp_path, task, kind)
     try:
         cluster.link("node2", "down")
-        deadline = time.monotonic() + 60
-        while any(
-            any("hpcrl" in word for word in argv) for n in ("node1", "node2") for _, argv in cluster.processes(n)
-        ):
-            assert time.monotonic() < deadline, {n: cluster.processes(n) for n in ("node1", "node2")}
-            time.sleep(0.5)
+        assert not left(cluster, 60)
         error = json.loads((tmp_path / "run/attempts/0/error.json").read_text())
         assert "node2" in error["message"]
     finally:
@@ -187,6 +198,20 @@ def test_silent_host_ends_the_run(cluster: Cluster, tmp_path: Path, task: Path) 
         running.kill()
         cluster.restart_slurmd("node2")  # Slurm itself would look for it a minute later
         cluster.wait_nodes("idle", 90)
+
+
+@both
+def test_frozen_mpi_rank_ends_the_run(cluster: Cluster, tmp_path: Path, task: Path, kind: str) -> None:
+    """An MPI rank that is stopped ends the run within a minute, with its host's name."""
+    running = training(cluster, tmp_path, task, kind)
+    try:
+        [rank] = [pid for pid, argv in cluster.processes("node2") if argv[1:4] == ["-m", "hpcrl", "launch"]]
+        os.kill(rank, signal.SIGSTOP)
+        assert not left(cluster, 60)
+        said, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 1 and "host node2 did not answer for 20 s" in said
 
 
 # ---- refused within a minute, by one line that names the host

@@ -3,7 +3,7 @@
     all to all, once   RankJoined   what a rank finds where it runs
     launcher -> host   Order        what the host is to run
     launcher -> host   Quit         the run is over
-    host -> launcher   Report       how the order goes
+    host -> launcher   OrderState   how the order goes
 
 An order or a report replaces the one before it.  It is sent again every BEAT seconds, as a sign of life.
 
@@ -68,7 +68,7 @@ class Quit(_Message, tag="quit"):
     status: int
 
 
-class Report(_Message, tag="report"):
+class OrderState(_Message, tag="state"):
     """How an order goes.
 
     Attributes:
@@ -81,7 +81,7 @@ class Report(_Message, tag="report"):
 
 
 FromLauncher = Order | Quit
-Message = RankJoined | FromLauncher | Report
+Message = RankJoined | FromLauncher | OrderState
 
 pack = msgspec.json.Encoder().encode
 
@@ -113,7 +113,7 @@ class Channel(Generic[M]):
         self.world = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
         self.peers = [0] if self.rank else list(range(1, self.size))
-        self._understood: Any = FromLauncher if self.rank else Report
+        self._understood: Any = FromLauncher if self.rank else OrderState
         self._heard = {rank: LastSign() for rank in self.peers}
         self._sent: dict[int, tuple[Any, bytes, LastSign]] = {}
 

@@ -16,7 +16,7 @@ import psutil
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.local import spawn
 from hpcrl.launch.mpi import exit_status_relay
-from hpcrl.launch.mpi.channel import DEAD, Channel, FromLauncher, Order, Quit, Report
+from hpcrl.launch.mpi.channel import DEAD, Channel, FromLauncher, Order, OrderState, Quit
 from hpcrl.launch.roles import GRACE
 from hpcrl.run.process import end_descendants, end_processes
 
@@ -35,9 +35,9 @@ class HostRank:
         self._process: subprocess.Popen[bytes] | None = None  #: that it has started
 
     @property
-    def report(self) -> Report:
+    def report(self) -> OrderState:
         """How the last order goes."""
-        return Report(self._number, self._process.poll() if self._process else None)
+        return OrderState(self._number, self._process.poll() if self._process else None)
 
     def run(self) -> int:
         """Do what the launcher orders until it says quit; the exit status."""

@@ -19,10 +19,10 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.box_trials import wait_for_trials
-from hpcrl.launch.attempts.host_processes import HostHandle, HostProcess
+from hpcrl.launch.attempts.host_processes import HostProcess
 from hpcrl.launch.attempts.spare_hosts import mark_spares, without
 from hpcrl.launch.local import Local, spawn
-from hpcrl.launch.mpi.channel import DEAD, Channel, Order, Report
+from hpcrl.launch.mpi.channel import DEAD, Channel, Order, OrderState
 from hpcrl.launch.mpi.placement import Placement
 from hpcrl.launch.standalone_engine import elsewhere
 from hpcrl.launch.stop_signals import StopRequest
@@ -69,7 +69,7 @@ class MpiHosts:
         left_out: hosts that are used no more, in the order in which that was found.
     """
 
-    channel: Channel[Report]
+    channel: Channel[OrderState]
     placement: Placement
     reports: dict[str, probe.HostReport]
     unchecked: Path | None = None
@@ -91,8 +91,8 @@ class MpiHosts:
     def leave_out(self, hosts: Sequence[str]) -> None:
         self.left_out += hosts
 
-    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostHandle]:
-        alone, members = set(plan.hosts) - set(plan.needed_hosts), list[HostHandle]()
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
+        alone, members = set(plan.hosts) - set(plan.needed_hosts), list[HostProcess]()
         for rank, host in enumerate(self.placement.names):
             if host not in self.left_out:
                 words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
@@ -186,7 +186,7 @@ class MpiHosts:
             missing = [host for host, process in asked.items() if process.returncode is None]
             time.sleep(0.02)
         if missing:
-            raise HpcrlError(f"no answer from {', '.join(missing)} within {deadline.seconds:.0f} s", "is the host up?")
+            raise HpcrlError(f"no answer from {', '.join(missing)}", "is the host up?")
         if unseen := [host for host, process in asked.items() if process.returncode]:
             raise UsageError(
                 f"host {', '.join(unseen)} does not see the run directory: no {file}",

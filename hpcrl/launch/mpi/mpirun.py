@@ -48,10 +48,12 @@ from hpcrl.utils.untrusted_files import Damaged, read_given, read_json
 from hpcrl.utils.waiting import Deadline
 
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
-#: variables that every host gets as they are here, and how the names of others begin
-HANDED_ON = ("PYTHONPATH", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
-FAMILIES = ("NCCL_", "UCX_", "FI_", "VLLM_", "HF_", "CUDA_", "TORCH_", "OMP_", "GLOO_")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
+#: variables that every host gets as they are here
+HANDED_ON = re.compile(
+    r"(PYTHONPATH|XDG_STATE_HOME|MPI4PY_MPIABI|LD_LIBRARY_PATH)$|(NCCL|UCX|FI|VLLM|HF|CUDA|TORCH|OMP|GLOO)_"
+)
+#: and those that none gets: what is ours alone, and what is secret, which `ps` would show
+KEPT_BACK = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|^CUDA_VISIBLE_DEVICES$")
 REST = 5.0  #: seconds for what was still to be handed on when mpirun ended, and for its ranks to end
 
 
@@ -106,17 +108,12 @@ def call_mpirun(
 def handed_on(word: str) -> list[str]:
     """An `env` command with what the ranks need of our environment: not every mpirun hands it on, and hosts that differ
     in a setting of NCCL's hang."""
-    kept = {name: value for name, value in sorted(os.environ.items()) if _is_handed_on(name)}
+    kept = {
+        name: os.environ[name] for name in sorted(filter(HANDED_ON.match, os.environ)) if not KEPT_BACK.search(name)
+    }
     if word:
         kept |= {exit_status_relay.ENVIRONMENT: word, exit_status_relay.ASKED: f"{time.time() - process_age():.2f}"}
     return ["env", f"HPCRL_PYTHON={sys.executable}", *(f"{name}={value}" for name, value in kept.items())]
-
-
-def _is_handed_on(name: str) -> bool:
-    """Whether every host is to have this variable as we have it: none of ours alone, and nothing secret, which `ps`
-    would show."""
-    known = name in HANDED_ON or name.startswith(FAMILIES)
-    return known and name != "CUDA_VISIBLE_DEVICES" and not SECRET.search(name)
 
 
 def _stages(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> list[Options]:
@@ -280,6 +277,5 @@ def _record(job: RunJob, lost: Sequence[str], what: str) -> None:
     except Damaged:
         return
     if state.phase in WORKING:  # the launcher had no time to say how it ended
-        write_state(
-            job.root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname())
-        )
+        ended = JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname())
+        write_state(job.root, ended)

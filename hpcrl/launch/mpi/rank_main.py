@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from hpcrl.launch.attempts.spare_hosts import mark_spares
 from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job
 from hpcrl.launch.mpi import exit_status_relay
-from hpcrl.launch.mpi.channel import Channel, Message, Quit, RankJoined, Report
+from hpcrl.launch.mpi.channel import Channel, Message, OrderState, Quit, RankJoined
 from hpcrl.launch.mpi.host_rank import HostRank
 from hpcrl.launch.mpi.launcher_rank import MpiHosts
 from hpcrl.launch.mpi.placement import place_ranks
@@ -49,7 +50,7 @@ def run_ranks(
     die_with_parent()
     adopt_orphans()
     channel, everyone = join_world()
-    reports, last, status = [one.report for one in everyone], Report(), 1
+    reports, last = [one.report for one in everyone], OrderState()
     try:  # where the ranks cannot be placed, each of them finds so, and one says it
         placement = place_ranks(reports, [one.gpus for one in everyone], hostfile)
         if channel.rank:
@@ -62,8 +63,10 @@ def run_ranks(
         status = error.exit_code
         if channel.rank == 0:
             print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr, flush=True)
-    finally:
-        leave_world(channel, status, last if channel.rank else Quit(status))
+    except Exception:  # noqa: BLE001  (a bug, which is shown)
+        traceback.print_exc()
+        channel.world.Abort(1)
+    leave_world(channel, status, last if channel.rank else Quit(status))
 
 
 def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:

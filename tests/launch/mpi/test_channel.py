@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import PeerError
-from hpcrl.launch.mpi.channel import FromLauncher, Message, Order, Quit, RankJoined, Report, pack, unpack
+from hpcrl.launch.mpi.channel import FromLauncher, Message, Order, OrderState, Quit, RankJoined, pack, unpack
 from hpcrl.launch.probe import HostReport, Network
 from tests.support.able import find_mpirun, needs
 
@@ -52,7 +52,7 @@ def heard(count):
 def tell(text):
     os.write(1, f"{channel.rank}: {text}\\n".encode())  # in one piece, or the lines of two ranks are mixed
 
-def part(last=Report(9, 0)):
+def part(last=OrderState(9, 0)):
     tell(f"parted {channel.close(last)}")
     MPI.Finalize()
     os._exit(0)
@@ -78,7 +78,7 @@ def test_typed_messages_name_their_rank() -> None:
         3,
         """
 if channel.rank:
-    channel.say(0, Report(channel.rank, 0))
+    channel.say(0, OrderState(channel.rank, 0))
     [(rank, message)] = heard(1)
     tell(f"{rank} {message.number} {sum(map(len, message.words))}")
     part()
@@ -104,7 +104,7 @@ channels.BEAT = 1.0
 if channel.rank:
     said, end = [], time.monotonic() + 2.5
     while time.monotonic() < end:
-        channel.say(0, Report(1 + (end - time.monotonic() < 0.3), None))
+        channel.say(0, OrderState(1 + (end - time.monotonic() < 0.3), None))
         time.sleep(0.01)
     part()
 tell([message.number for _, message in heard(4)])
@@ -146,8 +146,8 @@ def test_malformed_message_names_its_rank() -> None:
 if channel.rank:
     raw(0, b"not JSON")
     raw(0, pack(Quit(0)))  # which only the launcher says
-    channel.say(0, Report(4, -9))
-    part(Report(4, -9))
+    channel.say(0, OrderState(4, -9))
+    part(OrderState(4, -9))
 for one in heard(3):
     tell(one if isinstance(one, str) else one[1])
 part(Quit(0))
@@ -157,7 +157,7 @@ part(Quit(0))
     assert first.startswith("MPI rank 1 sent no valid message") and second.startswith(
         "MPI rank 1 sent no valid message"
     )
-    assert (third, parted) == ("Report(number=4, status=-9)", "parted True")
+    assert (third, parted) == ("OrderState(number=4, status=-9)", "parted True")
 
 
 def test_oversized_message_is_refused() -> None:
@@ -203,10 +203,10 @@ def test_gather_is_typed() -> None:
 everyone = channel.gather(Order(words=("x" * channel.rank,)))
 tell([one.words for one in everyone])
 try:
-    channel.gather(Order() if channel.rank != 2 else Report())
+    channel.gather(Order() if channel.rank != 2 else OrderState())
 except PeerError as error:
     tell(str(error).partition(":")[0])
-part(Report() if channel.rank else Quit(0))
+part(OrderState() if channel.rank else Quit(0))
 """,
     )
     wrong = {0: 2, 1: 2, 2: 0}  # rank 2 itself takes the others' for wrong
@@ -229,7 +229,7 @@ JOINED = RankJoined(HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 10000
     [
         (FromLauncher, Order(3, ("hpcrl.launch.host", "/run"), "/run/logs/host-a.log")),
         (FromLauncher, Quit(-9)),
-        (Report, Report(3, -15)),
+        (OrderState, OrderState(3, -15)),
         (RankJoined, JOINED),
     ],
 )
@@ -241,7 +241,7 @@ def test_what_is_said_is_what_is_heard(kinds: object, said: Message) -> None:
 @pytest.mark.parametrize("message", [Order(), Quit(0)])
 def test_a_host_does_not_speak_as_the_launcher(message: Message) -> None:
     with pytest.raises(PeerError, match="^MPI rank 5.*message for this rank"):
-        unpack(pack(message), Report, 5)
+        unpack(pack(message), OrderState, 5)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,6 @@ def test_what_is_no_message_names_the_rank(data: bytes) -> None:
 def test_no_bytes_are_a_crash(noise: bytes, at: int) -> None:
     whole = pack(Order(1, ("hpcrl.launch.host", "/run")))
     for data in (noise, whole[: at % len(whole)] + noise, whole[: at % len(whole)]):
-        for kinds in (FromLauncher, Report, RankJoined):
+        for kinds in (FromLauncher, OrderState, RankJoined):
             with contextlib.suppress(PeerError):
                 unpack(data, kinds, 0)
