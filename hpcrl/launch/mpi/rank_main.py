@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,12 @@ INIT = 60.0
 def run_ranks(
     recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, hostfile: list[Host] | None
 ) -> int:
-    """Be this MPI rank to the end of the run; the exit status."""
+    """Be this MPI rank to the end of the run; the exit status.
+
+    Raises:
+        UsageError: if there is no MPI world to join.
+        OSError: what is no error of ours ends the process, and MPI the world with it.
+    """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a request to stop
     die_with_parent()
     adopt_orphans()
@@ -63,9 +67,6 @@ def run_ranks(
         status = error.exit_code
         if channel.rank == 0:
             print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr, flush=True)
-    except Exception:  # noqa: BLE001  (a bug, which is shown)
-        traceback.print_exc()
-        channel.world.Abort(1)
     leave_world(channel, status, last if channel.rank else Quit(status))
 
 
