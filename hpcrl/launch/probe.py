@@ -52,6 +52,7 @@ class HostReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         sees: whether the run directory's token is there.
         time: of its clock, in Unix seconds.
+        gpus: devices of NVIDIA's driver.
     """
 
     host: str
@@ -61,6 +62,7 @@ class HostReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time: float
     cpus: int
     memory: int
+    gpus: int = 0
 
 
 def host_report(host: str, token: Path | None = None) -> HostReport:
@@ -73,6 +75,7 @@ def host_report(host: str, token: Path | None = None) -> HostReport:
         time=time.time(),
         cpus=len(os.sched_getaffinity(0)),
         memory=psutil.virtual_memory().available,
+        gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
     )
 
 

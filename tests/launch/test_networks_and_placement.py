@@ -28,10 +28,10 @@ from hpcrl.plan import Host, make_plan
 from hpcrl.run.rundir import RunDir
 
 
-def machine(name: str, **networks: str) -> HostReport:
+def machine(name: str, gpus: int = 8, **networks: str) -> HostReport:
     """networks: interface=address/prefix."""
     found = [Network(i.rstrip("_"), a.split("/")[0], int(a.split("/")[1]), 0) for i, a in networks.items()]
-    return HostReport(name, name, tuple(found), True, 0.0, 8, 10**9)
+    return HostReport(name, name, tuple(found), True, 0.0, 8, 10**9, gpus)
 
 
 # ---- networks
@@ -93,12 +93,12 @@ def test_hosts_that_do_not_answer_are_named(tmp_path: Path) -> None:
 def test_roles_follow_the_hostfile() -> None:
     """Roles follow the hostfile and not the order of ranks."""
     reports = [machine("a.site", eth0="10.0.0.1/24"), machine("b", eth0="10.0.0.2/24")]
-    crew = place_ranks(reports, [8, 8], [Host("10.0.0.2", 4), Host("a", 2)])
+    crew = place_ranks(reports, [Host("10.0.0.2", 4), Host("a", 2)])
     assert [(h.name, h.slots) for h in crew.hosts] == [("10.0.0.2", 4), ("a", 2)]
     assert crew.names == ("a", "10.0.0.2")
-    reports = [machine("n1.b.edu", eth0="10.0.0.1/24"), machine("n1.a.edu", eth0="10.0.0.2/24")]
-    assert place_ranks(reports, [1, 1], [Host("n1.a.edu", 1), Host("n1.b.edu", 1)]).names == ("n1.b.edu", "n1.a.edu")
-    assert place_ranks(reports, [4, 2], None).hosts == (Host("n1.b.edu", 4), Host("n1.a.edu", 2))
+    reports = [machine("n1.b.edu", gpus=4), machine("n1.a.edu", gpus=2)]
+    assert place_ranks(reports, [Host("n1.a.edu", 1), Host("n1.b.edu", 1)]).names == ("n1.b.edu", "n1.a.edu")
+    assert place_ranks(reports, None).hosts == (Host("n1.b.edu", 4), Host("n1.a.edu", 2))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_roles_follow_the_hostfile() -> None:
 def test_ranks_that_do_not_fit_the_hostfile(
     machines: str, gpus: list[int], hosts: list[Host] | None, said: str
 ) -> None:
-    reports = [machine(n, eth0=f"10.0.0.{ord(n) - 96}/24") for n in machines]
+    reports = [machine(n, count, eth0=f"10.0.0.{ord(n) - 96}/24") for n, count in zip(machines, gpus, strict=True)]
     with pytest.raises(UsageError, match=said):
-        place_ranks(reports, gpus, hosts)
+        place_ranks(reports, hosts)
 
 
 def test_each_launcher_gets_its_own_words() -> None:

@@ -1,13 +1,13 @@
 """What the launcher (MPI rank 0) and the ranks of the hosts tell each other.
 
-    all to all, once   RankJoined   what a rank finds where it runs
+    all to all, once   HostReport   what a rank finds where it runs (probe.py)
     launcher -> host   Order        what the host is to run
     launcher -> host   Quit         the run is over
     host -> launcher   OrderState   how the order goes
 
 An order or a report replaces the one before it.  It is sent again every BEAT seconds, as a sign of life.
 
-Invariants: nothing is pickled: every message is one typed msgspec Struct with a tag, in one buffer of at most
+Invariants: nothing is pickled: every message is one typed msgspec Struct, in one buffer of at most
 MAX_MESSAGE bytes, and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks:
 sends complete in the background; a rank that is silent for DEAD seconds counts as gone.
 """
@@ -20,7 +20,6 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from hpcrl.errors import PeerError
-from hpcrl.launch.probe import HostReport
 from hpcrl.utils.waiting import Deadline, LastSign
 
 MAX_MESSAGE = 2**20  #: bytes
@@ -35,17 +34,6 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="is"):
     """Base of all messages."""
-
-
-class RankJoined(_Message, tag="joined"):
-    """What a rank finds where it runs.
-
-    Attributes:
-        gpus: of its host.
-    """
-
-    report: HostReport
-    gpus: Count
 
 
 class Order(_Message, tag="order"):
@@ -81,7 +69,7 @@ class OrderState(_Message, tag="state"):
 
 
 FromLauncher = Order | Quit
-Message = RankJoined | FromLauncher | OrderState
+Message = FromLauncher | OrderState
 
 pack = msgspec.json.Encoder().encode
 
@@ -117,7 +105,7 @@ class Channel(Generic[M]):
         self._heard = {rank: LastSign() for rank in self.peers}
         self._sent: dict[int, tuple[Any, bytes, LastSign]] = {}
 
-    def gather(self, message: Message) -> list[Any]:
+    def gather(self, message: msgspec.Struct) -> list[Any]:
         """Every rank's message, all of one kind, in rank order; collective.
 
         Raises:

@@ -34,26 +34,20 @@ from hpcrl.utils.waiting import Deadline
 
 
 @dataclass
-class RankProcess:
-    """The process of an order, as the launcher knows it.
+class RankProgram(HostProcess):
+    """A program that another rank was ordered to start, and whose log that rank writes.
 
     Attributes:
-        returncode: its exit status, 1 if its rank has fallen silent; None while it runs.
+        ended: its exit status, 1 if its rank has fallen silent; None while it runs.
     """
 
-    order: Order
-    returncode: int | None = None
+    process: None = None  # type: ignore[assignment]
+    order: Order = field(default_factory=Order)
+    ended: int | None = None
 
-    def poll(self) -> int | None:
-        """As of Popen."""
-        return self.returncode
-
-
-@dataclass
-class RankProgram(HostProcess):
-    """A program that another rank has started and whose log that rank writes."""
-
-    process: RankProcess  # type: ignore[assignment]
+    @property
+    def status(self) -> int | None:
+        return self.ended
 
     def end(self) -> None:
         """Its own rank ends it: it was told so, or is gone."""
@@ -77,7 +71,7 @@ class MpiHosts:
     python: str = sys.executable
 
     def __post_init__(self) -> None:
-        self._last = {rank: RankProcess(Order()) for rank in self.channel.peers}  #: what each rank was last ordered
+        self._last = {rank: RankProgram("", Path()) for rank in self.channel.peers}  #: what each rank was last ordered
 
     # ---- what the launcher asks of a backend
 
@@ -103,13 +97,13 @@ class MpiHosts:
 
     def _start(self, rank: int, words: Sequence[str], log: Path) -> HostProcess:
         name = f"host {self.placement.names[rank]}"
-        if rank:
-            return RankProgram(f"{name} (MPI rank {rank})", log, self._order(rank, words, str(log)))
-        return HostProcess(name, log, spawn([sys.executable, "-m", *words], log))
+        if not rank:
+            return HostProcess(name, log, spawn([sys.executable, "-m", *words], log))
+        return self._order(rank, words, f"{name} (MPI rank {rank})", log)
 
-    def _order(self, rank: int, words: Sequence[str], log: str = "") -> RankProcess:
-        order = Order(self._last[rank].order.number + 1, tuple(words), log)
-        self._last[rank] = RankProcess(order)
+    def _order(self, rank: int, words: Sequence[str], name: str = "", log: Path | None = None) -> RankProgram:
+        order = Order(self._last[rank].order.number + 1, tuple(words), str(log or ""))
+        self._last[rank] = RankProgram(name, log or Path(), order=order)
         return self._last[rank]
 
     def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
@@ -159,15 +153,15 @@ class MpiHosts:
                 rundir.fail("launcher", 0, f"host {host} did not answer for {DEAD:.0f} s; is it up, and its network?")
 
     def _exchange(self) -> list[str]:
-        """Say the orders, and take the reports; the hosts that are silent."""
-        for rank, report in self.channel.receive():
-            if report.number == self._last[rank].order.number:
-                self._last[rank].returncode = report.status
-        for rank, process in self._last.items():
-            self.channel.say(rank, process.order)
-        for rank in (silent := self.channel.silent()):
-            if self._last[rank].returncode is None:
-                self._last[rank].returncode = 1
+        """Say the orders, and take how they go; the hosts that are silent."""
+        for rank, state in self.channel.receive():
+            if state.number == self._last[rank].order.number:
+                self._last[rank].ended = state.status
+        for rank, program in self._last.items():
+            self.channel.say(rank, program.order)
+        silent = self.channel.silent()
+        for program in (self._last[rank] for rank in silent):
+            program.ended = 1 if program.ended is None else program.ended
         return [self.placement.names[rank] for rank in silent]
 
     def check_shared(self, file: Path) -> None:
@@ -183,11 +177,11 @@ class MpiHosts:
         while missing and not deadline.over:
             if missing := self._exchange():
                 break
-            missing = [host for host, process in asked.items() if process.returncode is None]
+            missing = [host for host, program in asked.items() if program.status is None]
             time.sleep(0.02)
         if missing:
             raise HpcrlError(f"no answer from {', '.join(missing)}", "is the host up?")
-        if unseen := [host for host, process in asked.items() if process.returncode]:
+        if unseen := [host for host, program in asked.items() if program.status]:
             raise UsageError(
                 f"host {', '.join(unseen)} does not see the run directory: no {file}",
                 "put --run-dir on a file system that all hosts share",

@@ -27,11 +27,11 @@ class Placement(NamedTuple):
     hosts: tuple[Host, ...]
 
 
-def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Sequence[Host] | None) -> Placement:
+def place_ranks(reports: Sequence[HostReport], hostfile: Sequence[Host] | None) -> Placement:
     """Place the ranks on the hosts that they reported.
 
     Args:
-        reports, gpus: of every rank, in rank order (GPUs of its host).
+        reports: of every rank, in rank order.
 
     Raises:
         UsageError: names the host that does not fit.
@@ -45,12 +45,12 @@ def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Se
     if hostfile is not None:
         names = _names(reports, hostfile)
         return Placement(tuple(names[machine] for machine in machines), tuple(Host(h.name, h.slots) for h in hostfile))
-    if 0 in gpus:
+    if bare := [report.hostname for report in reports if not report.gpus]:
         raise UsageError(
-            f"host {machines[gpus.index(0)]} shows no GPU, so the number of its slots is unknown",
+            f"host {bare[0]} shows no GPU, so the number of its slots is unknown",
             "give the hostfile: --hostfile FILE",
         )
-    return Placement(tuple(machines), tuple(map(Host, machines, gpus)))
+    return Placement(tuple(machines), tuple(Host(report.hostname, report.gpus) for report in reports))
 
 
 def _names(reports: Sequence[HostReport], hostfile: Sequence[Host]) -> dict[str, str]:

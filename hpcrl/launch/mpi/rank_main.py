@@ -27,7 +27,7 @@ from hpcrl.launch.attempts.spare_hosts import mark_spares
 from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job
 from hpcrl.launch.mpi import exit_status_relay
-from hpcrl.launch.mpi.channel import Channel, Message, OrderState, Quit, RankJoined
+from hpcrl.launch.mpi.channel import Channel, Message, OrderState, Quit
 from hpcrl.launch.mpi.host_rank import HostRank
 from hpcrl.launch.mpi.launcher_rank import MpiHosts
 from hpcrl.launch.mpi.placement import place_ranks
@@ -53,10 +53,10 @@ def run_ranks(
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a request to stop
     die_with_parent()
     adopt_orphans()
-    channel, everyone = join_world()
-    reports, last = [one.report for one in everyone], OrderState()
+    channel, reports = join_world()
+    last: Message = OrderState()
     try:  # where the ranks cannot be placed, each of them finds so, and one says it
-        placement = place_ranks(reports, [one.gpus for one in everyone], hostfile)
+        placement = place_ranks(reports, hostfile)
         if channel.rank:
             rank = HostRank(channel, placement.names[channel.rank])
             status, last = rank.run(), rank.report
@@ -100,7 +100,7 @@ def _leave(job: RunJob, error: HpcrlError, well: bool, stuck: Mapping[str, str])
 # ---- the MPI world
 
 
-def join_world() -> tuple[Channel[Any], list[RankJoined]]:
+def join_world() -> tuple[Channel[Any], list[probe.HostReport]]:
     """Join the MPI world; what every rank finds where it runs.  The process ends with one line if that takes more than
     INIT seconds."""
 
@@ -121,16 +121,15 @@ def join_world() -> tuple[Channel[Any], list[RankJoined]]:
     except ImportError as error:
         raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/mpirun.md") from error
     check_library(MPI.Get_library_version(), os.environ)
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    joined = RankJoined(probe.host_report(socket.gethostname()), gpus)
+    report = probe.host_report(socket.gethostname())
     timer = threading.Timer(INIT, late)
     timer.daemon = True
     timer.start()
     MPI.Init_thread()
     channel: Channel[Any] = Channel(MPI)
-    everyone = channel.gather(joined)
+    reports = channel.gather(report)
     timer.cancel()
-    return channel, everyone
+    return channel, reports
 
 
 def check_library(library: str, environment: Mapping[str, str]) -> None:

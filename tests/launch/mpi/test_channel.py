@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import PeerError
-from hpcrl.launch.mpi.channel import FromLauncher, Message, Order, OrderState, Quit, RankJoined, pack, unpack
+from hpcrl.launch.mpi.channel import FromLauncher, Message, Order, OrderState, Quit, pack, unpack
 from hpcrl.launch.probe import HostReport, Network
 from tests.support.able import find_mpirun, needs
 
@@ -221,7 +221,7 @@ part(OrderState() if channel.rank else Quit(0))
 # ---- the messages themselves
 
 
-JOINED = RankJoined(HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40), 8)
+REPORT = HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40, 8)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ JOINED = RankJoined(HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 10000
         (FromLauncher, Order(3, ("hpcrl.launch.host", "/run"), "/run/logs/host-a.log")),
         (FromLauncher, Quit(-9)),
         (OrderState, OrderState(3, -15)),
-        (RankJoined, JOINED),
+        (HostReport, REPORT),
     ],
 )
 def test_what_is_said_is_what_is_heard(kinds: object, said: Message) -> None:
@@ -275,6 +275,6 @@ def test_what_is_no_message_names_the_rank(data: bytes) -> None:
 def test_no_bytes_are_a_crash(noise: bytes, at: int) -> None:
     whole = pack(Order(1, ("hpcrl.launch.host", "/run")))
     for data in (noise, whole[: at % len(whole)] + noise, whole[: at % len(whole)]):
-        for kinds in (FromLauncher, OrderState, RankJoined):
+        for kinds in (FromLauncher, OrderState, HostReport):
             with contextlib.suppress(PeerError):
                 unpack(data, kinds, 0)
