@@ -5,11 +5,11 @@
     launcher -> host   Quit         the run is over
     host -> launcher   OrderState   how the order goes
 
-An order or a report replaces the one before it.  It is sent again every BEAT seconds, as a sign of life.
+An order, or a state, replaces the one before it.  It is sent again every BEAT seconds, as a sign of life.
 
-Invariants: nothing is pickled: every message is one typed msgspec Struct, in one buffer of at most
-MAX_MESSAGE bytes, and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks:
-sends complete in the background; a rank that is silent for DEAD seconds counts as gone.
+Invariants: nothing is pickled: every message is one typed msgspec Struct, in one buffer of at most MAX_MESSAGE bytes,
+and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks but `gather`: sends
+complete in the background; a rank that is silent for DEAD seconds counts as gone.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Channel(Generic[M]):
         self._sent: dict[int, tuple[Any, bytes, LastSign]] = {}
 
     def gather(self, message: msgspec.Struct) -> list[Any]:
-        """Every rank's message, all of one kind, in rank order; collective.
+        """Every rank's message, all of one kind, in rank order; collective, and blocks.
 
         Raises:
             PeerError: on every rank, names one that sends something else.
@@ -118,10 +118,12 @@ class Channel(Generic[M]):
         whole = bytearray(size * self.size)
         self.world.Allgather([data.ljust(size), self.mpi.BYTE], [whole, self.mpi.BYTE])
         self._heard = {rank: LastSign() for rank in self.peers}
-        return [unpack(whole[size * rank :][:size], type(message), rank) for rank in range(self.size)]
+        starts = range(0, len(whole), size)
+        return [unpack(whole[at : at + size], type(message), rank) for rank, at in enumerate(starts)]
 
     def say(self, to: int, message: Message) -> bool:
-        """Tell a rank, unless it was told the same less than BEAT seconds ago; to be called again and again.
+        """Tell a rank, unless it was told the same less than BEAT seconds ago, or MPI still sends what it was told
+        before; to be called again and again.
 
         Returns:
             Whether MPI has sent the message.

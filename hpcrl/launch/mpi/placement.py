@@ -1,5 +1,5 @@
-"""Which MPI rank is on which host: a pure function of what every rank reports and of the hostfile.  The
-order of the trainer's ranks over these hosts is `plan.py`'s.
+"""Which MPI rank is on which host: a pure function of what every rank reports and of the hostfile.  The order of the
+trainer's ranks over these hosts is `plan.py`'s.
 
 Invariant: role order comes from the hostfile (line order, then slot), or without one from the ranks' order; every host
 of the hostfile has a rank, and no two lines of it are one machine.
