@@ -18,6 +18,7 @@ from hpcrl.errors import PeerError
 from hpcrl.launch.mpi.channel import FromLauncher, Message, Order, OrderState, Quit, pack, unpack
 from hpcrl.launch.probe import HostReport, Network
 from tests.support.able import find_mpirun, needs
+from tests.support.runs import alive
 
 pytestmark = [
     pytest.mark.process,
@@ -136,6 +137,53 @@ os._exit(0)
 """,
     )
     assert said[0] == ["[]", "False", "True", "[1]"]
+
+
+def test_a_host_runs_what_it_is_ordered_last(tmp_path: Path) -> None:
+    """What the order before has started has ended then; a file that a host does not see is named."""
+    said = world(
+        2,
+        f"""
+from pathlib import Path
+from hpcrl.errors import UsageError
+from hpcrl.launch.mpi.host_rank import HostRank
+from hpcrl.launch.mpi.launcher_rank import MpiHosts
+from hpcrl.launch.mpi.placement import Placement
+folder = Path({str(tmp_path)!r})
+
+def turn_until(done):
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        hosts._exchange()
+        time.sleep(0.02)
+
+if channel.rank:
+    rank = HostRank(channel, "b")
+    tell(f"quit {{rank.run()}}")
+    part(rank.report)
+hosts = MpiHosts(channel, Placement(("a", "b"), ()), {{}})
+hosts.check_shared(folder)
+try:
+    hosts.check_shared(folder / "job.json")
+except UsageError as error:
+    tell(str(error).replace(str(folder), "RUN"))
+words = ["hpcrl.run.process", "sh", "-c", "echo $$; exec sleep 100"]
+first = hosts._start(1, words, folder / "log")
+turn_until(lambda: (folder / "log").exists() and (folder / "log").read_text())
+second = hosts._start(1, ["hpcrl.run.process", "sh", "-c", "exit 5"], folder / "log")
+turn_until(lambda: second.status is not None)
+tell(f"{{first.status}} {{second.status}}")
+part(Quit(3))
+""",
+    )
+    assert said[0] == [
+        "host b does not see the run directory: no RUN/job.json; put --run-dir on a file system that all hosts share",
+        "None 5",
+        "parted True",
+    ]
+    assert said[1] == ["quit 3", "parted True"]
+    assert not alive(int((tmp_path / "log").read_text()))
 
 
 def test_malformed_message_names_its_rank() -> None:
