@@ -162,7 +162,9 @@ def leave_world(channel: Channel[Any], status: int, last: Message) -> NoReturn:
     if channel.rank == 0:
         exit_status_relay.tell(status)
     if not channel.close(last):
-        channel.world.Abort(status or 1)
+        if channel.rank == 0:
+            channel.world.Abort(status or 1)
+        os._exit(status or 1)  # which ends the world too; Abort of MPICH waits for an mpirun that is cut off
     if "Open MPI" in channel.mpi.Get_library_version():
         channel.mpi.Finalize()  # or else it takes the end of the process for a crash
     os._exit(status)  # MPICH needs no more than that, and over UCX it may never come back from Finalize
