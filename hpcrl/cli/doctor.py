@@ -51,7 +51,7 @@ from hpcrl.utils.check_results import Finding, failed
 from hpcrl.utils.untrusted_files import Damaged, read_json
 from hpcrl.utils.waiting import Deadline
 
-HELP = """\
+USAGE = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
 
 Checks this login node for the needs of the recipe: Slurm and the site's partitions, the run directory, packages, the
@@ -116,9 +116,6 @@ class Case:
 
 def main(argv: Sequence[str]) -> int:
     """`hpcrl doctor ...`; returns the exit status."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP)
-        return 0
     overrides, given, words = parse_flags(argv, OWN)
     site = from_flags(given)
     recipe = load_recipe(choose_recipe(words, None, "hpcrl doctor")) if words else None

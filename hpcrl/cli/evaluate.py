@@ -70,17 +70,13 @@ _STEP = re.compile(r"iter_(\d+)")
 
 def evaluate(argv: list[str]) -> int:
     """The command."""
-    if "-h" in argv or "--help" in argv:
-        print(USAGE)
-        return 0
     overrides, own, words = parse_flags(argv, SUBMIT | {"submit": Kind("bool")})
     if "print" in own:
         raise UsageError("--print has no effect here", f"see hpcrl submit --help:\n{SUBMIT_USAGE}")
-    subject = choose_recipe(words, None, "hpcrl eval")
-    recipe, overrides = recipe_for(Path(subject), overrides)
+    recipe, overrides = recipe_for(Path(choose_recipe(words, None, "hpcrl eval")), overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if own.pop("submit", False) or own.keys() - {"dry-run"}:
-        return submit_recipe(recipe, overrides, own, subject)
+        return submit_recipe(recipe, overrides, own)
     if own.get("dry-run"):
         preview(recipe, overrides)
         return 0

@@ -45,10 +45,7 @@ _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 def import_script(argv: list[str]) -> int:
     """The command."""
     before, arguments = split_arguments(argv)
-    if "-h" in before or "--help" in before:
-        print(USAGE)
-        return 0
-    flags = {"models-dir": Kind("str"), "trust-script": Kind("bool"), "help": Kind("bool")}
+    flags = {"models-dir": Kind("str"), "trust-script": Kind("bool")}
     overrides, own, words = parse_flags(before, flags, only=())
     if overrides:
         raise UsageError(

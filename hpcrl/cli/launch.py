@@ -7,14 +7,13 @@ waits for its end (hpcrl/launch/mpi/mpirun.py).
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli.recipe_argument import choose_recipe
+from hpcrl.cli.recipe_argument import chosen_recipe
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.recipe import Recipe, load_recipe
-from hpcrl.config.slime.verbatim import recipe_of, split_arguments
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.slime.verbatim import split_arguments
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.mpi.hostfile import read_hostfile
@@ -42,15 +41,11 @@ OWN = {
     "resume": Kind("str"),
     "dry-run": Kind("bool"),
     "print": Kind("bool"),
-    "help": Kind("bool"),
 }
 
 
 def launch(argv: list[str]) -> int:
     """The command, as a rank or as the one that calls mpirun."""
-    if "-h" in argv or "--help" in argv:
-        print(USAGE)
-        return 0
     before, arguments = split_arguments(argv)
     overrides, own, words = parse_flags(before, OWN)
     resume = Path(own["resume"]) if "resume" in own else None
@@ -75,6 +70,4 @@ def _recipe(
                 "leave recipe and options out",
             )
         return None
-    word = choose_recipe(words, arguments, "hpcrl launch", quiet=under_mpi(os.environ))
-    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
-    return replace(recipe, name=overrides.get("name", recipe.name))
+    return chosen_recipe(words, arguments, overrides, "hpcrl launch", quiet=under_mpi(os.environ))

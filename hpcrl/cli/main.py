@@ -109,8 +109,13 @@ def command(argv: list[str]) -> int:
         near = difflib.get_close_matches(argv[0], known, n=1)
         hint = f"did you mean hpcrl {known[near[0]]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
-    module, _, name = COMMANDS[argv[0]].partition(":")
-    function = getattr(importlib.import_module(module), name)
+    place, _, name = COMMANDS[argv[0]].partition(":")
+    module = importlib.import_module(place)
+    before = argv[: argv.index("--")] if "--" in argv else argv
+    if hasattr(module, "USAGE") and {"-h", "--help"} & {*before}:  # the parser of other commands has its own help
+        print(module.USAGE)
+        return 0
+    function = getattr(module, name)
     return function(argv[1:], COMMANDS, HELP) if argv[0] == "completion" else function(argv[1:])
 
 

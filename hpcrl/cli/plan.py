@@ -61,16 +61,12 @@ OWN = {
     "gpu-memory": Kind("float", bounds="> 0"),
     "host-memory": Kind("float", bounds="> 0"),
     "link-rate": Kind("float", bounds="> 0"),
-    "help": Kind("bool"),
 }
 
 
 def plan(argv: list[str]) -> int:
     """The command."""
     before, arguments = split_arguments(argv)
-    if "--help" in before or "-h" in before:
-        print(USAGE)
-        return 0
     overrides, own, words = parse_flags(before, OWN)
     word = choose_recipe(words, arguments, "hpcrl plan")
     hosts = None

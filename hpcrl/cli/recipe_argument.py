@@ -7,10 +7,16 @@ is never taken for one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from hpcrl.config.recipe import Recipe, load_recipe
+from hpcrl.config.slime.verbatim import recipe_of
 from hpcrl.errors import UsageError
+from hpcrl.report.progress import say
+from hpcrl.run.started_runs import is_run
 
 RECIPE_HERE = "recipe.toml"
 
@@ -35,9 +41,6 @@ def choose_recipe(words: Sequence[str], arguments: Sequence[str] | None, command
         raise UsageError(f"more than one recipe: {' '.join(given)}", hint)
     if arguments is not None:
         return ""
-    from hpcrl.report.progress import say
-    from hpcrl.run.started_runs import is_run
-
     if words:
         inside = Path(words[0]) / RECIPE_HERE
         return str(inside) if inside.is_file() and not is_run(Path(words[0])) else words[0]
@@ -49,3 +52,23 @@ def choose_recipe(words: Sequence[str], arguments: Sequence[str] | None, command
     if not quiet:
         say(f"the recipe is {RECIPE_HERE} of this directory")
     return RECIPE_HERE
+
+
+def chosen_recipe(
+    words: Sequence[str],
+    arguments: list[str] | None,
+    overrides: Mapping[str, Any],
+    command: str,
+    quiet: bool = False,
+) -> Recipe:
+    """The recipe of a command that also takes slime's arguments, under the name that the flags give it.
+
+    Args:
+        overrides: what the flags set; the other arguments are those of `choose_recipe`.
+
+    Raises:
+        UsageError: if there is none, more than one, or a wrong one.
+    """
+    word = choose_recipe(words, arguments, command, quiet)
+    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
+    return replace(recipe, name=overrides.get("name", recipe.name))

@@ -62,15 +62,11 @@ OWN = {
     "ranks": Kind("str"),
     "at-once": Kind("int", bounds="> 0"),
     "on-node": Kind("bool"),
-    "help": Kind("bool"),
 }
 
 
 def rehearse(argv: list[str]) -> int:
     """The command."""
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-        return 0
     overrides, own, words = parse_flags(argv, OWN)
     chosen = choose_recipe(words, None, "hpcrl rehearse")
     recipe = load_recipe(chosen)

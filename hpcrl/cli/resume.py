@@ -228,15 +228,11 @@ this machine. Options of its layout:
 
 def resume(argv: list[str]) -> int:
     """`hpcrl resume RUN`: submit the run again if it was a Slurm job, else resume it here."""
-    if "-h" in argv or "--help" in argv:
-        print(USAGE)
-        return 0
     own_flags = {
         "time": Kind("str"),
         "site": Kind("str"),
         "set": Kind("str", many=True),
         "chain": Kind("int", bounds=">= 1"),
-        "help": Kind("bool"),
     }
     taken = {"num_rollout", "ckpt_step", "live_code"}
     overrides, own, words = parse_flags(argv, own_flags, only=taken | LAYOUT)

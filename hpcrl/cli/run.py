@@ -5,7 +5,6 @@ Invariant: a resumed run has the options that it began with, so nothing else may
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,9 @@ def run(argv: list[str]) -> int:
         print(RUN_HELP)
         print(run_help("--help-all" in argv))
         return 0
-    from hpcrl.cli.recipe_argument import choose_recipe
+    from hpcrl.cli.recipe_argument import chosen_recipe
     from hpcrl.config.flags import parse_flags
-    from hpcrl.config.recipe import load_recipe
-    from hpcrl.config.slime.verbatim import recipe_of, split_arguments
+    from hpcrl.config.slime.verbatim import split_arguments
     from hpcrl.config.value_types import Kind
 
     before, arguments = split_arguments(argv)
@@ -47,9 +45,7 @@ def run(argv: list[str]) -> int:
     overrides, own, words = parse_flags(before, mine)
     if "resume" in own:
         return _resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
-    word = choose_recipe(words, arguments, "hpcrl run")
-    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
-    recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
+    recipe = chosen_recipe(words, arguments, overrides, "hpcrl run")
     if own.get("dry-run"):
         from hpcrl.cli.plan import preview
 

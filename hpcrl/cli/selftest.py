@@ -32,7 +32,7 @@ from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.waiting import Deadline
 
-HELP = """\
+USAGE = """\
 usage: hpcrl selftest [--first-hour | --only NAME ...] [--dir DIR] [--json FILE]
        hpcrl selftest --resume DIR              make the checks that DIR has no results of
        hpcrl selftest --site SITE [--hosts N]   the same in a job, over N of the site's trainer nodes (1)
@@ -62,7 +62,6 @@ OWN = {
     "ranks": Kind("int", bounds=">= 1"),
     "wait": Kind("float", bounds="> 0"),
     "list": Kind("bool"),
-    "help": Kind("bool"),
 }
 WAIT = {False: 3600.0, True: 9000.0}  #: without and with --first-hour
 LIMIT = {False: "30:00", True: "90:00"}
@@ -70,9 +69,6 @@ LIMIT = {False: "30:00", True: "90:00"}
 
 def selftest(argv: Sequence[str]) -> int:
     """The command; its exit status."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP)
-        return 0
     options, own, words = parse_flags(argv, OWN, only=())
     if words or options:
         extra = words[0] if words else f"--{next(iter(options)).replace('_', '-')}"

@@ -5,18 +5,16 @@ Invariant: with --dry-run and --print nothing is written and nothing is submitte
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from hpcrl.cli.recipe_argument import choose_recipe
+from hpcrl.cli.recipe_argument import chosen_recipe
 from hpcrl.config.flags import flag_words, parse_flags
-from hpcrl.config.recipe import Recipe, load_recipe
-from hpcrl.config.slime.verbatim import recipe_of, split_arguments
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.slime.verbatim import split_arguments
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
@@ -55,35 +53,25 @@ OWN = {
     "chain": Kind("int", bounds=">= 1"),
     "dry-run": Kind("bool"),
     "print": Kind("bool"),
-    "help": Kind("bool"),
 }
 
 
 def submit(argv: list[str]) -> int:
     """The command."""
-    if "-h" in argv or "--help" in argv:
-        print(USAGE)
-        return 0
     before, arguments = split_arguments(argv)
     overrides, own, words = parse_flags(before, OWN)
-    word = choose_recipe(words, arguments, "hpcrl submit")
     if arguments is not None and own.get("print"):
         raise UsageError(
             "--print writes a script that starts a recipe's file", "hpcrl import -- ARGUMENTS > RECIPE.toml first"
         )
-    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
-    recipe = replace(recipe, name=overrides.get("name", recipe.name))
+    recipe = chosen_recipe(words, arguments, overrides, "hpcrl submit")
     if "after" in own:
         own["set"] = [*own.get("set", []), f"after={':'.join(own['after'])}"]
-    return submit_recipe(recipe, overrides, own, word)
+    return submit_recipe(recipe, overrides, own)
 
 
-def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, Any], word: str) -> int:
-    """Submit a recipe, or show what would be, as this command's own flags say.
-
-    Args:
-        word: how the recipe was named.
-    """
+def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, Any]) -> int:
+    """Submit a recipe, or show what would be, as this command's own flags say."""
     site = from_flags(own)
     if fitted := fitted_nodes(recipe, overrides, site.trainer.gpus_per_node):
         print(
@@ -98,8 +86,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     by_hand = bool(own.get("print"))  # a script for another place, perhaps
     shown = preview(recipe, overrides, site, packages=can_submit() and not by_hand)
     if by_hand:
-        place = os.path.abspath(word) if os.path.isfile(word) else word
-        print(script_by_hand(shown, [place, *flag_words(overrides)]), end="")
+        print(script_by_hand(shown, [str(recipe.path), *flag_words(overrides)]), end="")
         return 0
     if own.get("dry-run"):
         _show(shown)

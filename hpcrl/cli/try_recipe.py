@@ -39,7 +39,7 @@ DIES_WITH_US = "hpcrl.run.process"
 GRACE = 15.0  #: seconds from SIGTERM to SIGKILL: the engine ends vLLM first
 POLL = 0.1
 
-TRY = """\
+USAGE = """\
 usage: hpcrl try [RECIPE.toml] [--prompts N] [--responses N] [--stage NAME] [--option value ...]
 
   Shows prompts token by token, responses of the recipe's first model, and the reward of each with its parts and time.
@@ -55,10 +55,7 @@ Without a recipe the command takes recipe.toml of this directory. Other options 
 def try_recipe(argv: list[str]) -> int:
     """`hpcrl try`."""
     flags = {"prompts": Kind("int"), "responses": Kind("int"), "stage": Kind("str")}
-    overrides, own, words = parse_flags(argv, flags | {"help": Kind("bool")})
-    if "help" in own or "-h" in words:
-        print(TRY)
-        return 0
+    overrides, own, words = parse_flags(argv, flags)
     word = choose_recipe(words, None, "hpcrl try")
     counts = {"prompts": own.get("prompts", 4), "responses": own.get("responses", 2)}
     for name, value in counts.items():
