@@ -13,16 +13,17 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.cli.find_run import find_run
+from hpcrl.cli.try_target import sampling_stage
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.options import Options
-from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.config.recipe import load_recipe
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.standalone_engine import PROGRAM, prepare
-from hpcrl.report.status_text import engine_table, shorten_path, strip_control
+from hpcrl.report.status_text import engine_table, shorten_path
 from hpcrl.run.engine_files import read_views
 from hpcrl.utils.arguments import RUN, Parser
+from hpcrl.utils.plain_text import strip_control
 
 
 def engines(argv: list[str]) -> int:
@@ -50,13 +51,8 @@ def engines(argv: list[str]) -> int:
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(views), indent=1).decode())
         return 0
-    print(strip_lines(engine_table(views, time.time())))
+    print(strip_control(engine_table(views, time.time()), lines=True))
     return 0
-
-
-def strip_lines(text: str) -> str:
-    """Text without control characters, line by line."""
-    return "\n".join(strip_control(line) for line in text.splitlines())
 
 
 # ---- hpcrl engines serve
@@ -77,25 +73,6 @@ SERVE_FLAGS = {"listen": Kind("str"), "keys": Kind("str"), "stage": Kind("str"),
 _NOWHERE = {"run": "{run}", "prepared": "{run}/prepared"}
 
 
-def _choose(stages: dict[str, Options], name: str | None) -> Options:
-    with_engines = {stage: options for stage, options in stages.items() if options.needs_engines}
-    if name is None and with_engines:
-        found = list(with_engines.values())[-1]
-    elif name in with_engines:
-        found = with_engines[name]
-    else:
-        raise UsageError(
-            f"no stage{f' {name}' if name else ''} of the recipe has engines", f"it has {', '.join(stages) or 'none'}"
-        )
-    if "{run}" in (found.hf_checkpoint or ""):
-        raise UsageError(
-            f"--hf-checkpoint does not exist before the run: {found.hf_checkpoint}", "give --hf-checkpoint"
-        )
-    if found.colocate:
-        raise UsageError("--colocate: only a run starts engines that share the trainer's GPUs", "leave it out")
-    return found
-
-
 def serve(argv: list[str]) -> int:
     """The command; becomes the engine's own process."""
     overrides, own, words = parse_flags(argv, SERVE_FLAGS)
@@ -107,7 +84,12 @@ def serve(argv: list[str]) -> int:
             "a recipe, --listen and --keys are needed", "hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR"
         )
     split_address(own["listen"], "--listen")
-    recipe = load_recipe(words[0])
-    stages = dict(zip([s.name for s in recipe.stages], resolve_stages(recipe, overrides, _NOWHERE), strict=True))
-    rundir = prepare(_choose(stages, own.get("stage")), own["listen"], Path(own["keys"]).expanduser().resolve())
+    _, options = sampling_stage(load_recipe(words[0]), overrides, _NOWHERE, own.get("stage"))
+    if "{run}" in (options.hf_checkpoint or ""):
+        raise UsageError(
+            f"--hf-checkpoint does not exist before the run: {options.hf_checkpoint}", "give --hf-checkpoint"
+        )
+    if options.colocate:
+        raise UsageError("--colocate: only a run starts engines that share the trainer's GPUs", "leave it out")
+    rundir = prepare(options, own["listen"], Path(own["keys"]).expanduser().resolve())
     return os.execv(sys.executable, [sys.executable, "-m", PROGRAM, str(rundir.root), "--attempt", "0"])

@@ -152,7 +152,6 @@ def _inside(word: str) -> Path | None:
 
 def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:
     from hpcrl.report.sample_view import Word, choose, sample_lines
-    from hpcrl.report.transcript_view import transcript_lines
 
     place = _place(run, args.run, args.step, args.eval, _inside(args.run))
     which: Which = args.which
@@ -167,7 +166,7 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
         )
         yield (Word(f"{place.title} has no {what}"),)
     for look in found:
-        yield from (transcript_lines if args.transcript else sample_lines)(look, f"{place.title}, ")
+        yield from sample_lines(look, f"{place.title}, ", args.transcript)
 
 
 def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:

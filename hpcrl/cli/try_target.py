@@ -7,7 +7,6 @@ user's own.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.started_runs import links_folder
+from hpcrl.utils.locks import try_lock
 from hpcrl.utils.untrusted_files import open_append, read_regular, touch
 from hpcrl.utils.waiting import Deadline, poll
 
@@ -64,21 +64,32 @@ def of_recipe(path: Path, overrides: Mapping[str, Any], stage: str | None = None
     text = recipe.text if recipe.text is not None else read_regular(recipe.path).decode()
     folder = home_of(recipe.path, f"{text}\0{sorted(overrides.items())}" if recipe.prepare else "")
     places = {"run": str(folder), "prepared": str(folder / "prepared")}
-    stages = dict(zip([one.name for one in recipe.stages], resolve_stages(recipe, overrides, places), strict=True))
-    name, options = _choose(recipe.path.name, stages, stage)
+    name, options = sampling_stage(recipe, overrides, places, stage)
     with alone(folder, PREPARING):
         prepare(recipe, folder, overrides)
     return TriedModel(one_engine(options), f"{recipe.path.name}{f', stage {name}' if name else ''}", folder)
 
 
-def _choose(recipe: str, stages: Mapping[str, Options], wanted: str | None) -> tuple[str, Options]:
-    sampling = {name: options for name, options in stages.items() if options.needs_engines}
+def sampling_stage(
+    recipe: Recipe, overrides: Mapping[str, Any], places: dict[str, str], wanted: str | None
+) -> tuple[str, Options]:
+    """The stage `wanted` of a recipe, or the last one with engines: its name and its options.
+
+    Args:
+        places: what {run} and {prepared} stand for.
+
+    Raises:
+        UsageError: if there is no such stage, or none has engines.
+    """
+    stages = zip(recipe.stages, resolve_stages(recipe, overrides, places), strict=True)
+    sampling = {stage.name: options for stage, options in stages if options.needs_engines}
+    name = recipe.path.name
     if wanted is not None and wanted not in sampling:
         raise UsageError(
-            f"--stage {wanted}: no stage of {recipe} of that name samples", f"it has {', '.join(sampling) or 'none'}"
+            f"--stage {wanted}: no stage of {name} of that name samples", f"it has {', '.join(sampling) or 'none'}"
         )
     if not sampling:
-        raise UsageError(f"{recipe} has no stage that samples", "hpcrl run learns its labels; there is nothing to try")
+        raise UsageError(f"{name} has no stage that samples", "hpcrl run learns its labels, without engines")
     name = wanted if wanted is not None else list(sampling)[-1]
     return name, sampling[name]
 
@@ -140,13 +151,6 @@ def alone(folder: Path, seconds: float) -> Iterator[None]:
         DeadlineError: if another has been at it for longer than it may take.
     """
     with open_append(folder / "lock") as file:
-
-        def locked() -> bool:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            return False
-
-        if not poll(locked, Deadline(seconds), POLL):
+        if not poll(lambda: try_lock(file, lambda _: None), Deadline(seconds), POLL):
             raise DeadlineError(f"another process has used {folder} for {seconds:.0f} s", "try again")
         yield

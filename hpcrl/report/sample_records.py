@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,7 +91,6 @@ class Reading:
     """
 
     damaged: int = 0
-    names: list[str] = field(default_factory=list)
 
 
 # ---- names

@@ -1,7 +1,10 @@
-"""Samples as lines of styled words: one in full, and two side by side.
+"""Samples as lines of styled words: one in full, with its transcript or without, and two side by side.
 
-Invariants: pure; whatever a prompt or a response holds, nothing of it reaches a terminal as a command: control
-characters, and those that change the direction of text or hide it, are shown as visible signs.
+A transcript is what the policy wrote and was told, turn by turn, and what it did in sandboxes.
+
+Invariants: pure; of a transcript that is damaged there are the turns that can be read, or the response as the one
+turn; whatever a prompt or a response holds, nothing of it reaches a terminal as a command: control characters, and
+those that change the direction of text or hide it, are shown as visible signs.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from hpcrl.report.run_status import span
 from hpcrl.report.sample_records import Look, Record, Trained
 
 Which = Literal["first", "worst", "best", "truncated"]
@@ -21,6 +25,8 @@ JOINERS = "\u200c\u200d"  #: of scripts and of emoji; harmless
 LARGE = 0.1  #: a difference of log-probs that is worth a colour
 TAB = 4
 LISTED = 10  #: runs of numbers that are listed one by one
+POLICY, TOLD, SANDBOXES = "the policy", "told", "in sandboxes"
+STYLES = {TOLD: "cyan", SANDBOXES: "dim"}
 
 
 class Word(NamedTuple):
@@ -76,15 +82,21 @@ def _number(value: float) -> float:
 # ---- one
 
 
-def sample_lines(look: Look, title: str) -> Iterator[Line]:
-    """A sample in full."""
-    record = look.record
-    yield from head_lines(record, look.trained, title)
-    yield from field_lines("prompt", as_text(record.prompt))
-    if record.label is not None:
-        yield from field_lines("label", as_text(record.label))
-    yield from field_lines("response", record.response, _reward_style(record))
+def sample_lines(look: Look, title: str, transcript: bool = False) -> Iterator[Line]:
+    """A sample in full; with `transcript` its turns are in place of its response."""
+    yield from head_lines(look.record, look.trained, title)
+    styles = STYLES | {"response": _reward_style(look.record)}
+    for name, text in texts(look.record, transcript):
+        yield from field_lines(name, text, styles.get(name, ""))
     yield ()
+
+
+def texts(record: Record, transcript: bool) -> Iterator[tuple[str, str]]:
+    """(name, text) of its prompt, its label if it has one, and its response or its transcript."""
+    yield "prompt", as_text(record.prompt)
+    if record.label is not None:
+        yield "label", as_text(record.label)
+    yield from parts(record) if transcript else [("response", record.response)]
 
 
 def head_lines(record: Record, trained: Trained | None, title: str) -> Iterator[Line]:
@@ -139,6 +151,56 @@ def as_text(value: Any) -> str:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError):
         return repr(value)
+
+
+# ---- a transcript
+
+
+class _Command(msgspec.Struct):
+    """As the rollout process writes it (`rollout/samplers/transcript.py`)."""
+
+    box: int = 1
+    at: float = 0.0
+    command: str = ""
+    code: int | None = None
+    seconds: float = 0.0
+    limits: list[str] = []
+
+    def __str__(self) -> str:
+        """What came of it, in a line."""
+        came = "no exit status" if self.code is None else f"exit {self.code}"
+        limits = f", at its limit of {', '.join(self.limits)}" if self.limits else ""
+        return f"{self.at:9.3f} s  box {self.box}  {came}{limits}, {span(self.seconds)}: {self.command}"
+
+
+class _Transcript(msgspec.Struct):
+    turns: list[tuple[int, int | str]] = []
+    commands: list[_Command] = []
+    left_out: int = 0
+
+
+def parts(record: Record) -> list[tuple[str, str]]:
+    """(POLICY, TOLD or SANDBOXES; its text) in order: every turn, then a line for every command."""
+    try:
+        found = msgspec.convert(record.transcript, _Transcript, strict=False)
+    except msgspec.ValidationError:
+        found = _Transcript()
+    several = list(_turns(record, found.turns)) or [(POLICY, record.response)]
+    lines = [str(command) for command in found.commands]
+    if found.left_out:
+        lines.insert(len(lines) // 2, f"... {found.left_out} commands are not kept ...")
+    return [*several, (SANDBOXES, "\n".join(lines))] if lines else several
+
+
+def _turns(record: Record, turns: list[tuple[int, int | str]]) -> Iterator[tuple[str, str]]:
+    at = 0
+    for own, what in turns:
+        name = POLICY if own else TOLD
+        if isinstance(what, str):
+            yield name, what
+        else:
+            yield name, record.response[at : at + max(what, 0)]
+            at += max(what, 0)
 
 
 # ---- two

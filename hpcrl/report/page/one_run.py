@@ -22,13 +22,12 @@ from hpcrl.report.page.timeline_picture import KINDS, Bar, clock, timeline
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
-from hpcrl.report.sample_view import after_steps, as_text, choose, head_lines, visible
+from hpcrl.report.sample_view import after_steps, choose, head_lines, texts, visible
 from hpcrl.report.status_text import fault_rows, speed_rows
 from hpcrl.report.timeline.node_hours import NodeHours, node_hours
 from hpcrl.report.timeline.reading import Recorded, Track
 from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
-from hpcrl.report.transcript_view import parts
 from hpcrl.run.attempt_log import Fault
 from hpcrl.utils.untrusted_files import read_regular
 
@@ -234,10 +233,7 @@ def _part(title: str, found: Sequence[Look], folded: bool = False) -> dict[str, 
 def as_fields(look: Look) -> dict[str, Any]:
     """A sample as the page shows it: its numbers, and its texts by name."""
     words = [word.text.strip(" ,;") for line in head_lines(look.record, look.trained, "") for word in line]
-    fields = [("prompt", as_text(look.record.prompt))]
-    if look.record.label is not None:
-        fields.append(("label", as_text(look.record.label)))
-    fields += parts(look.record) if look.record.transcript else [("response", look.record.response)]
+    fields = texts(look.record, transcript=bool(look.record.transcript))
     return {
         "head": [word for word in words if word],
         "fields": [(name, _short(visible(text))) for name, text in fields],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcrl.report.sample_records import Record
-from hpcrl.report.transcript_view import parts
+from hpcrl.report.sample_view import parts
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.transcript import MOST, commands_of, cut_texts, turns_of
 from hpcrl.sample import Sample
