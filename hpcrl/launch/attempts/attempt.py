@@ -29,7 +29,7 @@ from hpcrl.launch.standalone_engine import borrow
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.report.file_tail import last_lines
-from hpcrl.report.timeline.spans import FOLDER, merged_of, old_of
+from hpcrl.report.timeline.spans import FOLDER, MOST, merged_of
 from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.heartbeat import LEAST, HeartbeatMonitor
@@ -339,16 +339,10 @@ def merge_timelines(folder: Path) -> None:
         temporary = place.with_name(f".{place.name}")
         temporary.unlink(missing_ok=True)  # of a launcher that ended meanwhile
         with open_append(temporary) as out:
-            for path in _in_order(folder):
-                data = read_regular(path)
+            for path in sorted(folder.glob("*.jsonl")):
+                data = read_regular(path, MOST)
                 out.write(data[: data.rfind(b"\n") + 1])  # without a line that a crash has torn
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(place)
     shutil.rmtree(folder)
-
-
-def _in_order(folder: Path) -> list[Path]:
-    """The files of a directory of timelines, what a process put aside before what it wrote later."""
-    later = sorted(path for path in folder.glob("*.jsonl") if not path.name.endswith(".old.jsonl"))
-    return [part for path in later for part in (old_of(path), path) if part.exists()]

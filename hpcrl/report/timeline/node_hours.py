@@ -259,18 +259,19 @@ def _owners(plan: Plan, tracks: Sequence[Track]) -> Iterator[Owner]:
         yield Owner(place.host, place.slots, work.get(known, []))
     rollouts = [track for track in tracks if track.role == "rollout"]
     for index, engine in enumerate(plan.engines):
-        done = engine_work(tracks, index, len(plan.engines))
+        done = engine_work(tracks, index)
         for place in (engine, *engine.also):
             yield Owner(place.host, place.slots, done)
     yield Owner(plan.rollout.host, (), [piece for track in rollouts for piece in does(track)])
 
 
-def engine_work(tracks: Sequence[Track], index: int, engines: int) -> Work:
-    """What engine `index` of so many did, as its supervisor, the rollout process and the trainer saw it."""
+def engine_work(tracks: Sequence[Track], index: int) -> Work:
+    """What engine `index` did, as its supervisor, the rollout process and the trainer saw it."""
     found: list[tuple[int, int, Cost]] = []
     for track in tracks:
         if track.role == "rollout":
-            found += generating(track, index, engines)
+            own = (span for span in track.named(GENERATE) if span.more.get("engine") == index)
+            found += [(span.begin, span.end, "generating") for span in own]
         elif track.role == "engine" and track.header.index == index:
             found += does(track)
         elif track.role == "trainer" and track.header.index == 0:
@@ -286,20 +287,4 @@ def does(track: Track, role: str = "", *names: str) -> Work:
     """
     costs = DOES.get(role or track.role, {})
     wanted = {name: cost for name, cost in costs.items() if not names or name in names}
-    found = [(span.begin, span.end, wanted[span.name]) for span in track.spans if span.name in wanted]
-    at = track.header.since or track.begin
-    for name, spent in track.header.earlier.items():  # when is gone, how long is known
-        if name in wanted:
-            found.append((at, at + spent, wanted[name]))
-            at += spent
-    return found
-
-
-def generating(track: Track, engine: int, engines: int) -> Work:
-    """When an engine had requests, as the rollout process saw it."""
-    found: list[tuple[int, int, Cost]] = [
-        (span.begin, span.end, "generating") for span in track.named(GENERATE) if span.more.get("engine") == engine
-    ]
-    if (earlier := track.header.earlier.get(GENERATE, 0)) and track.header.since is not None:
-        found.append((track.header.since, track.header.since + earlier // engines, "generating"))
-    return found
+    return [(span.begin, span.end, wanted[span.name]) for span in track.spans if span.name in wanted]

@@ -1,13 +1,7 @@
-"""Timelines read back, a track a process, on one clock; and as trace events for https://ui.perfetto.dev or
-chrome://tracing.
+"""Timelines read back, a track a process; and as trace events for https://ui.perfetto.dev or chrome://tracing.
 
 Invariants: it only reads; a line that is torn or damaged is left out; within a track nothing is reordered by the clock.
-
-The clocks of hosts are aligned through the file system that holds the run directory: the process that makes a file
-learns from its time of change how far the file system's clock is from its own, within the time that the call took.
-Where the difference may be 0 (the clocks agree, or the file system takes the time from its clients, as Lustre does)
-nothing is
-moved: then it is as good as the hosts' own synchronisation, usually some milliseconds.
+Times are those of each host's own clock: `hpcrl doctor --nodes` says where clocks differ.
 
 Of the trace ("Trace Event Format", Chromium: events X complete, i instant, C counter, M metadata): what an engine was
 asked to do, which the rollout process alone sees, is shown on the engine's track; events of one thread of a track nest,
@@ -18,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from hpcrl.report.run_files import Run
-from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, Header, merged_of, old_of, order
-from hpcrl.utils.untrusted_files import MOST, SAMPLES, count_of, read_regular
+from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, MOST, Header, merged_of, order
+from hpcrl.utils.untrusted_files import SAMPLES, count_of, read_regular
 
 
 class Span(NamedTuple):
@@ -85,46 +78,35 @@ def read_stage(stage: Path) -> list[Track]:
     names = {path.name.removesuffix(".jsonl") for path in (stage / FOLDER).glob("attempt-*")}
     for name in names:
         number, folder = count_of(name.removeprefix("attempt-")), stage / FOLDER / name
-        if number is None:
-            continue
-        if (merged := merged_of(folder)).is_file():
-            found += _tracks(_rows(merged, SAMPLES), number)
-            continue
-        for path in folder.glob("*.jsonl"):
-            if not path.name.endswith(".old.jsonl"):
-                found += read_tracks(path, number)
+        if number is not None:
+            merged = merged_of(folder)
+            for path in [merged] if merged.is_file() else folder.glob("*.jsonl"):
+                found += read_tracks(path, number, SAMPLES)
     return sorted(found, key=lambda track: (track.attempt, track.role, track.header.index, track.header.opened))
 
 
 def read_launchers(root: Path) -> list[Track]:
     """The tracks of every start of a run's launcher, in order."""
-    paths = (path for path in (root / FOLDER).glob("launcher-*.jsonl") if not path.name.endswith(".old.jsonl"))
+    paths = (root / FOLDER).glob("launcher-*.jsonl")
     return sorted((track for path in paths for track in read_tracks(path, None)), key=lambda track: track.header.opened)
 
 
-def read_tracks(path: Path, attempt: int | None) -> list[Track]:
-    """The tracks of a file: one, or one for each process that continued it; what was put aside comes first."""
-    return _tracks(chain(_rows(old_of(path)), _rows(path)), attempt)
+def read_tracks(path: Path, attempt: int | None, most: int = MOST) -> list[Track]:
+    """The tracks of a file, one for each process that has written it.
 
-
-def _tracks(rows: Iterable[Header | Span], attempt: int | None) -> list[Track]:
+    Args:
+        most: bytes that are read; of a larger file nothing is.
+    """
     tracks: list[Track] = []
-    for row in rows:
+    for row in _rows(path, most):
         if isinstance(row, Header):
-            if tracks and row.part and _who(tracks[-1].header) == _who(row):  # the same process continues
-                tracks[-1].header = msgspec.structs.replace(row, opened=tracks[-1].header.opened)
-            else:
-                tracks.append(Track(row, attempt))
+            tracks.append(Track(row, attempt))
         elif tracks:
             tracks[-1].spans.append(row)
     return tracks
 
 
-def _who(header: Header) -> tuple[str, int, str, int]:
-    return header.role, header.index, header.host, header.pid
-
-
-def _rows(path: Path, most: int = MOST) -> Iterator[Header | Span]:
+def _rows(path: Path, most: int) -> Iterator[Header | Span]:
     header = msgspec.json.Decoder(Header).decode
     short, long = (
         msgspec.json.Decoder(kind).decode for kind in (tuple[str, int, int], tuple[str, int, int, dict[str, Any]])
@@ -150,7 +132,7 @@ def _rows(path: Path, most: int = MOST) -> Iterator[Header | Span]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Every track of a run on one clock: the launcher's, by start, and the stages', by name."""
+    """Every track of a run: the launcher's, by start, and the stages', by name."""
 
     launchers: list[Track]
     stages: dict[str, list[Track]]
@@ -162,42 +144,7 @@ class Recorded:
 
 def read_run(run: Run) -> Recorded:
     """All timelines of a run."""
-    launchers = read_launchers(run.root)
-    by_stage = {stage.name: read_stage(stage.root) for stage in run.stages}
-    aligned = iter(align([*launchers, *(track for tracks in by_stage.values() for track in tracks)]))
-    return Recorded(
-        [next(aligned) for _ in launchers], {name: [next(aligned) for _ in tracks] for name, tracks in by_stage.items()}
-    )
-
-
-# ---- one clock
-
-
-def offsets(headers: Iterable[Header]) -> dict[str, int]:
-    """Microseconds by which the file system's clock is ahead of each host's; 0 where it may be so.
-
-    Each file that was made on a host bounds the difference on both sides; all of them together leave an interval, whose
-    middle counts. Where they leave none (a clock was set meanwhile), the host's clock is left alone.
-    """
-    bounds: dict[str, tuple[int, int]] = {}
-    for header in headers:
-        if header.least is not None and header.most is not None:
-            low, high = bounds.get(header.host, (header.least, header.most))
-            bounds[header.host] = max(low, header.least), min(high, header.most)
-    return {host: 0 if low > high or low <= 0 <= high else (low + high) // 2 for host, (low, high) in bounds.items()}
-
-
-def align(tracks: list[Track]) -> list[Track]:
-    """The same tracks on the clock of the file system."""
-    by = offsets(track.header for track in tracks)
-    return [_moved(track, by[track.header.host]) if by.get(track.header.host) else track for track in tracks]
-
-
-def _moved(track: Track, by: int) -> Track:
-    header = msgspec.structs.replace(track.header, opened=track.header.opened + by)
-    return Track(
-        header, track.attempt, [span._replace(begin=span.begin + by, end=span.end + by) for span in track.spans]
-    )
+    return Recorded(read_launchers(run.root), {stage.name: read_stage(stage.root) for stage in run.stages})
 
 
 # ---- as trace events
@@ -222,8 +169,7 @@ def trace(tracks: Sequence[Track], title: str = "") -> dict[str, Any]:
             {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}},
             *_events(by_track[name], number, first),
         ]
-    about = {"title": title, "began": first / 1e6, "clock": "the file system's that holds the run directory"}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title, "began": first / 1e6}}
 
 
 def _events(spans: Iterable[Span], process: int, first: int) -> Iterator[dict[str, Any]]:

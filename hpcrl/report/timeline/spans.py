@@ -8,8 +8,8 @@ host's clock. A moment has no length; a name that begins with # is a counter, wh
 
 Invariants: the writer and the reader of a span take its name from here; a line goes out with one call, so that
 a crash loses the line that was being written and no more; within a process time never goes back; a file holds MOST
-bytes at most: then it is put aside as .old, in place of what was there, and the next header says how long each name has
-taken before; what cannot be written is left out, since no run shall end for want of a picture of it.
+bytes at most, which are weeks of work; what comes after them, and what cannot be written, is left out, since no run
+shall end for want of a picture of it.
 """
 
 from __future__ import annotations
@@ -87,13 +87,12 @@ def order(track: str) -> tuple[int, str, int]:
 
 
 FOLDER = "timeline"  #: in a stage's directory, and in the run's for its launcher
-MOST = 16 << 20  #: bytes of a file: some 200,000 spans
+MOST = 1 << 29  #: bytes of a file: some 7 million spans
 MANY = 64  #: trainer ranks
 SECOND = 1_000_000  #: microseconds
 #: what says that a process is still there; microseconds between two
 ALIVE = "alive"
 EVERY = 60 * SECOND
-TICK = 10_000  #: microseconds by which a kernel's time of a file may lag behind its clock
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +100,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         opened: when, in microseconds.
-        least, most: the clock of the file system that holds the file was so many microseconds ahead of the host's
-            (negative: behind it), between the two, when the file was made; None where it was there already.
-        earlier: microseconds by name of what is no longer in the files, which began at `since`.
-        part: how many files of this process have been full before.
     """
 
     role: str
@@ -112,11 +107,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     opened: int
-    least: int | None = None
-    most: int | None = None
-    earlier: dict[str, int] = {}
-    since: int | None = None
-    part: int = 0
 
 
 class Timeline:
@@ -127,21 +117,22 @@ class Timeline:
     """
 
     def __init__(self, path: Path | None, role: str = "", index: int = 0, host: str = "", most: int = MOST) -> None:
-        self._path = path
-        self._who = (role, index, host)
         self._most = most
         self._offset = time.time_ns() // 1000 - time.monotonic_ns() // 1000
         self._file: int | None = None
-        self._size = 0
         self._alive = 0
-        self._totals: dict[str, int] = {}  # of the file that is being written
-        self._before: dict[str, int] = {}  # of the one that was put aside
-        self._earlier: dict[str, int] = {}  # of what is gone
         self._counted: dict[str, tuple[int, dict[str, float]]] = {}
-        self._since = self.now()
-        self._part = 0
-        if path is not None:
-            self._open()
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._size = os.fstat(self._file).st_size
+        except OSError:
+            self.close()
+            return
+        header = Header(role=role, index=index, host=host, pid=os.getpid(), opened=self.now())
+        self._write((b"\n" if self._size else b"") + msgspec.json.encode(header))  # after a line that a crash has torn
 
     def now(self) -> int:
         """Microseconds of unix time that never go back."""
@@ -184,48 +175,15 @@ class Timeline:
 
     def add(self, name: str, begin: int, end: int, **more: Any) -> None:
         """A span whose ends are known, from `now`."""
-        if self._file is None:
-            return
-        self._alive = end
-        self._totals[name] = self._totals.get(name, 0) + end - begin
-        self._write(msgspec.json.encode([name, begin, end, more] if more else [name, begin, end]))
-        if self._size > self._most:
-            self._turn()
+        if self._file is not None and self._size < self._most:
+            self._alive = end
+            self._write(msgspec.json.encode([name, begin, end, more] if more else [name, begin, end]))
 
     def close(self) -> None:
         """Nothing is recorded from now on."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    # ---- the file
-
-    def _open(self) -> None:
-        assert self._path is not None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        before = self.now()
-        least = None
-        most = None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            try:
-                before = self.now()
-                self._file = os.open(self._path, flags | os.O_EXCL, 0o600)
-                made = os.fstat(self._file).st_mtime_ns // 1000
-                least, most = made - self.now(), made + TICK - before
-            except FileExistsError:
-                self._file = os.open(self._path, flags, 0o600)
-            self._size = os.fstat(self._file).st_size
-        except OSError:
-            self.close()
-            return
-        role, index, host = self._who
-        about = {"least": least, "most": most, "earlier": self._earlier, "since": self._since, "part": self._part}
-        line = b"\n" if self._size else b""  # after a line that a crash has torn
-        self._write(
-            line
-            + msgspec.json.encode(Header(role=role, index=index, host=host, pid=os.getpid(), opened=before, **about))
-        )
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None
@@ -234,17 +192,6 @@ class Timeline:
         except OSError:
             self.close()
 
-    def _turn(self) -> None:
-        """Put the full file aside, and begin another."""
-        assert self._path is not None
-        self.close()
-        for name, spent in self._before.items():
-            self._earlier[name] = self._earlier.get(name, 0) + spent
-        self._before, self._totals, self._part = self._totals, {}, self._part + 1
-        with contextlib.suppress(OSError):
-            self._path.replace(old_of(self._path))
-            self._open()
-
 
 NOWHERE = Timeline(None)  #: records nothing
 
@@ -252,11 +199,6 @@ NOWHERE = Timeline(None)  #: records nothing
 def process_began() -> int:
     """When this process was made, in microseconds of unix time; to a second, as the kernel says when it was booted."""
     return int(psutil.Process().create_time() * 1e6)
-
-
-def old_of(path: Path) -> Path:
-    """What a full file is called."""
-    return path.with_suffix(".old.jsonl")
 
 
 def merged_of(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from hpcrl.cli.main import main
 from hpcrl.launch.attempts.attempt import begin_tidying, tidy
 from hpcrl.plan import Location, Plan
 from hpcrl.report.timeline.reading import read_stage
-from hpcrl.report.timeline.spans import FOLDER, Timeline, merged_of, role_timeline
+from hpcrl.report.timeline.spans import FOLDER, merged_of, role_timeline
 from hpcrl.run.rundir import BEATS, RunDir, write_atomic
 
 HOSTS = 3
@@ -87,20 +87,6 @@ def test_nothing_that_is_read_is_lost(run: RunDir, capsys: pytest.CaptureFixture
     for words in (["--attempt", "9"], ["--attempt", "1", "-f"]):
         assert main(["logs", str(run.root), *words]) == 2
         assert words[1] in capsys.readouterr().err
-
-
-def test_what_a_process_put_aside_comes_first(run: RunDir) -> None:
-    """A track in two files stays one, behind that of another host's process with the same number."""
-    old = RunDir(run.root, 0)
-    for host in ("a", "b"):
-        timeline = Timeline(old.root / FOLDER / "attempt-0" / f"{host}.jsonl", "host", 0, host, most=600)
-        for number in range(100):
-            timeline.mark(f"{host} {number}")
-        timeline.close()
-    tracks = read_stage(run.root)
-    assert all(track.header.part > 2 for track in tracks if track.role == "host")
-    tidy(run)
-    assert read_stage(run.root) == tracks
 
 
 def test_a_crash_on_the_way_loses_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

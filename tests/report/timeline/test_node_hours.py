@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpcrl.plan import Host, Location, Plan
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.node_hours import HOUR, Attempt, NodeHours, Owner, divide, lost_from, node_hours
-from hpcrl.report.timeline.reading import Recorded, Span, Track, read_run
+from hpcrl.report.timeline.reading import Span, Track, read_run
 from hpcrl.report.timeline.spans import (
     ATTEMPT,
     BEGINS,
@@ -194,22 +194,6 @@ def test_a_killed_run_and_its_continuation(tmp_path: Path) -> None:
     assert found.phases == pytest.approx({phase: first.get(phase, 0) + second.get(phase, 0) for phase in COSTS})
     assert found.rows()[-2:] == [("lost", "10.5", "29.2 %"), ("total", "36", "100.0 %")]
     assert not run.notes
-
-
-def test_what_is_gone_from_a_file_still_counts(tmp_path: Path) -> None:
-    root = make(tmp_path / "run")
-    (root / "attempts" / "0").mkdir(parents=True)
-    (root / "attempts" / "0" / "plan.json").write_bytes(msgspec.json.encode(PLAN))
-    launcher = Track(
-        head("launcher"),
-        None,
-        [span(BEGINS, 0, stage="", attempt=0), span(ATTEMPT, 0, 9, stage="", attempt=0, status="finished")],
-    )
-    kept = msgspec.structs.replace(head("trainer"), earlier={TRAIN: 2 * H, WAIT: H, UPDATE: H}, since=H)
-    trainer = Track(kept, 0, [span(READY, 1, rollout_id=0), span(TRAIN, 6, 7)])
-    told = msgspec.structs.replace(head("rollout", host="n3"), earlier={GENERATE: 3 * H}, since=H)
-    found = node_hours(Run(root), Recorded([launcher], {"": [trainer, Track(told, 0)]})).phases
-    assert (found["training"], found["updating"], found["generating"]) == (3, 1, 3)
 
 
 def test_run_without_timelines(tmp_path: Path) -> None:
