@@ -68,7 +68,8 @@ class MetricsLog:
     def __init__(self, rundir: RunDir) -> None:
         self.path = rundir.metrics_file
         self.rundir = rundir
-        self.events: EventFile | NoEvents | None = None
+        self.events: EventFile | None = None
+        self.with_events = True  # until TensorBoard's package is found to be missing, or its file cannot be written
         self._purge: int | None = None  # the first step of TensorBoard's that comes again
         self._size = 0  # bytes that must be there
 
@@ -116,20 +117,23 @@ class MetricsLog:
 
     def _add_event(self, step: int, values: dict[str, float]) -> None:
         """A record for TensorBoard. What fails there is said once, and costs the rest of this attempt's events."""
+        if not self.with_events:
+            return
         try:
             if self.events is None:
-                self.events = open_events(self.rundir.tensorboard, self.rundir.attempt, self._purge)
+                self.events = EventFile(self.rundir.tensorboard, self.rundir.attempt, self._purge)
             self.events.add(step, values)
+        except ImportError:
+            self.with_events = False
         except Exception as error:  # noqa: BLE001  (whatever a package has against it, the run is worth more)
             why = describe(error, self.rundir.tensorboard) if isinstance(error, OSError) else repr(error)
             _note(
                 f"cannot write {self.rundir.tensorboard}: {why}; it has no more steps of this attempt, "
                 f"{self.path.name} has them all"
             )
-            if isinstance(self.events, EventFile):
-                with contextlib.suppress(Exception):
-                    self.events.close()
-            self.events = NoEvents()
+            self.with_events = False
+            with contextlib.suppress(Exception):
+                self.close()
 
     def _add(self, line: bytes) -> None:
         """A line at the end, or nothing.  OSError."""
@@ -157,21 +161,14 @@ class MetricsLog:
 # ---- TensorBoard
 
 
-class NoEvents:
-    """Stands in for the events where the tensorboard package is missing."""
-
-    def add(self, step: int, metrics: dict[str, float]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class EventFile:
     """One event file, written at once and by this thread, so that a full disk is seen where it happens.
 
     The package's own protobuf classes and record format are used; torch.utils.tensorboard would add a writer thread
     that reports a failed write one step late.
+
+    Args:
+        purge: events of earlier attempts from this step on are hidden; the x-axis counts rollouts that are done.
     """
 
     def __init__(self, directory: Path, attempt: int, purge: int | None) -> None:
@@ -203,18 +200,6 @@ class EventFile:
 
     def close(self) -> None:
         self._records.close()
-
-
-def open_events(directory: Path, attempt: int, purge: int | None) -> EventFile | NoEvents:
-    """A new event file, if the tensorboard package is there; its x-axis counts rollouts that are done.
-
-    Args:
-        purge: events of earlier attempts from this step on are hidden.
-    """
-    try:
-        return EventFile(directory, attempt, purge)
-    except ImportError:
-        return NoEvents()
 
 
 WINDOW = 20  #: steps that count

@@ -18,7 +18,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report import metrics, progress
 from hpcrl.report.closing_line import closing_line, held_out, what_next
 from hpcrl.report.curves import MANY, PANELS, series, smooth, titled
-from hpcrl.report.metrics import MetricsLog, NoEvents, measure, read_metrics
+from hpcrl.report.metrics import MetricsLog, measure, read_metrics
 from hpcrl.report.not_learning import failed_gradings
 from hpcrl.report.page.charts import draw
 from hpcrl.report.progress import Progress
@@ -60,7 +60,7 @@ def test_a_damaged_line_does_not_stop_a_run(rundir: RunDir) -> None:
 def test_resuming_forgets_the_steps_that_come_again(rundir: RunDir, start: int, kept: list) -> None:
     write(rundir, *STEPS)
     log = MetricsLog(rundir)
-    log.events = NoEvents()
+    log.with_events = False
     log.truncate(start)
     assert list(read_metrics(rundir.metrics_file)) == kept
     log.append(start, {"train/loss": 2.0})
@@ -88,7 +88,7 @@ def test_tensorboard_without_torch(rundir: RunDir) -> None:
     log.close()
     assert scalars(rundir, "train/loss") == [(1, 1.5), (2, 0.5), (3, -0.5)]
     code = (
-        "import sys; from hpcrl.report.metrics import *; open_events(Path(sys.argv[1]), 0, None); sys.exit('torch' in "
+        "import sys; from hpcrl.report.metrics import *; EventFile(Path(sys.argv[1]), 0, None); sys.exit('torch' in "
         "sys.modules)"
     )
     subprocess.run(
