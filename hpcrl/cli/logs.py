@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpcrl.cli.find_run import Ending, find_run
 from hpcrl.errors import UsageError
+from hpcrl.plan import Plan
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
 from hpcrl.utils.arguments import RUN, Parser
@@ -26,7 +26,6 @@ from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import count_of
 
 ROLES = ("trainer", "engine", "rollout", "sandbox", "job")
-PLURAL = {"sandbox": "sandboxes"}  #: of a role, where the plan's name for all is not the role's and an s
 GLANCE = 0.3  #: seconds between looks at the files
 EVERY = 1.0  #: seconds between looks at the run's state
 SETTLE = 2.0  #: seconds without a new line after which the log of a run that has ended is done
@@ -129,7 +128,7 @@ def logs_of(run: Run) -> list[RoleLog]:
 
 def _roles(stage: StageFiles, attempt: int, launcher: str, names: Iterable[str]) -> Iterator[RoleLog]:
     """The logs of one attempt, which are called so, trainers first."""
-    plan = load_json(stage.root / "attempts" / str(attempt) / "plan.json", dict[str, Any], []) or {}
+    plan = load_json(stage.root / "attempts" / str(attempt) / "plan.json", Plan, [])
     folder = stage.root / "logs" / f"attempt-{attempt}"
     found = []
     for name in names:
@@ -152,12 +151,14 @@ def _label(name: str, host: str) -> str:
     return f"{name}@{host}" if host else name
 
 
-def _host(plan: dict[str, Any], role: str, index: int, part: int = 0) -> str:
-    """Where a plan has a role, or a part of it; empty if it does not say."""
+def _host(plan: Plan | None, role: str, index: int, part: int) -> str:
+    """Where a plan has a part of a role; empty if it does not say."""
+    if plan is None:
+        return ""
+    places = {"trainer": plan.trainers, "engine": plan.engines, "rollout": (plan.rollout,), "sandbox": plan.sandboxes}
     try:
-        place = plan["rollout"] if role == "rollout" else plan[PLURAL.get(role, f"{role}s")][index]
-        return str((place["also"][part - 1] if part else place)["host"])
-    except (KeyError, IndexError, TypeError):
+        return places[role][index].hosts[part]
+    except IndexError:
         return ""
 
 
@@ -181,11 +182,8 @@ def hosts_of(run: Run, every: Iterable[RoleLog]) -> list[str]:
     """The hosts that a process of the run is or was on."""
     found = {log.host for log in every}
     for stage in run.stages:
-        plan = load_json(stage.here / "plan.json", dict[str, Any], []) or {}
-        for role in ("trainer", "engine", "sandbox"):
-            places = plan.get(PLURAL.get(role, f"{role}s"))
-            found |= {_host(plan, role, i) for i in range(len(places) if isinstance(places, list) else 0)}
-        found.add(_host(plan, "rollout", 0))
+        if (plan := load_json(stage.here / "plan.json", Plan, [])) is not None:
+            found |= {*plan.hosts}
     return sorted(found - {""})
 
 

@@ -43,6 +43,8 @@ def begin(stage: Path, attempt: int = 0, start: int | None = 0, total: int = 10,
     """An attempt of a stage: its plan over two hosts, and (unless start is None) the trainer's word that it is up."""
     place = lambda host: {"host": host, "slots": [0]}  # noqa: E731
     plan = {
+        "run_id": "r",
+        "attempt": attempt,
         "trainers": [place("node1"), place("node1"), place("node2")],
         "engines": [place("node3")],
         "rollout": place("node3"),
