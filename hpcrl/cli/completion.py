@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpcrl.cli.options import facts
@@ -154,7 +154,7 @@ complete -o filenames -F _hpcrl hpcrl
 
 
 def _fish(found: Mapping[str, Completed], summary: str) -> str:
-    """One `complete` for each command and option."""
+    """One `complete` for each command, and for each of its flags; a subcommand has its own."""
     rows = [re.match(r"  hpcrl (\w+)\b.*?  +(\S.*)", line) for line in summary.splitlines()]
     said = {row[1]: row[2] for row in reversed(rows) if row}
     lines = [
@@ -162,28 +162,16 @@ def _fish(found: Mapping[str, Completed], summary: str) -> str:
         for name in found
         if " " not in name
     ]
-    takers = [name for name, each in found.items() if each.options]
-    for flag, choices, text in _flags():
-        quoted = "'" + text[:80].replace("\\", "\\\\").replace("'", "\\'") + "'"  # fish escapes both within quotes
-        of = f"-l {flag.removeprefix('--')}{_values(choices)} -d {quoted}"
-        lines += [f"complete -c hpcrl {inside} {of}" for inside in _after(takers)]
     for name, each in found.items():
-        of = f"complete -c hpcrl {_after([name])[0]}"
-        lines += [f"{of} -l {flag.removeprefix('--')}{_values(choices)}" for flag, choices in each.flags.items()]
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+        of = f"complete -c hpcrl -n '{seen}'"
+        flags = [*(_flags() if each.options else ()), *((flag, choices, "") for flag, choices in each.flags.items())]
+        for flag, choices, text in flags:
+            values = f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
+            quoted = text[:80].replace("\\", "\\\\").replace("'", "\\'")  # fish escapes both within quotes
+            lines.append(f"{of} -l {flag.removeprefix('--')}{values} -d '{quoted}'")
         if each.words:
             lines.append(f"{of} -a {shlex.quote(' '.join(each.words))}")
-    runs = _after([name for name, each in found.items() if each.of_a_run])
-    return "\n".join([*lines, *(f"complete -c hpcrl {after} -a '(test -d runs; and ls runs)'" for after in runs), ""])
-
-
-def _after(names: Sequence[str]) -> list[str]:
-    """The conditions under which a line of fish's is for one of these commands; a subcommand has its own."""
-    seen = "__fish_seen_subcommand_from"
-    plain = [name for name in names if " " not in name]
-    conditions = [f"{seen} {' '.join(plain)}"] if plain else []
-    conditions += ["; and ".join(f"{seen} {word}" for word in name.split()) for name in names if " " in name]
-    return [f"-n '{condition}'" for condition in conditions]
-
-
-def _values(choices: Sequence[str]) -> str:
-    return f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
+        if each.of_a_run:
+            lines.append(f"{of} -a '(test -d runs; and ls runs)'")
+    return "\n".join([*lines, ""])
