@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.utils.untrusted_files import read_system
@@ -61,27 +60,8 @@ def _who(memory: MemoryWatch | None) -> str:
 
 # ---- what the kernel says of memory
 
-GIB = 1 << 30
-UNLIMITED = 1 << 60  #: bytes; version 1 says "no limit" with a number near 2^63
-#: a cgroup's controllers ("" in version 2) -> folder, count of kills, limit
-FILES = {
-    "": ("sys/fs/cgroup", "memory.events", "memory.max"),
-    "memory": ("sys/fs/cgroup/memory", "memory.oom_control", "memory.limit_in_bytes"),
-}
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A cgroup above this process.
-
-    Attributes:
-        events: the file of its count.
-        limit: that of its limit.
-    """
-
-    name: str
-    events: Path
-    limit: Path
+#: a cgroup's controllers ("" in version 2) -> folder, file with the count of kills
+FILES = {"": ("sys/fs/cgroup", "memory.events"), "memory": ("sys/fs/cgroup/memory", "memory.oom_control")}
 
 
 class MemoryWatch:
@@ -92,32 +72,23 @@ class MemoryWatch:
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._groups = _groups(root)
-        self._files = [*(group.events for group in self._groups), root / "proc/vmstat"]
-        self._before = [_field(path, "oom_kill") for path in self._files]
+        self._files = [*_counts(root), root / "proc/vmstat"]
+        self._before = [_kills(path) for path in self._files]
 
     def describe_kills(self) -> str:
         """What the kernel has killed since, for a user; "" if nothing, or if that cannot be found out.
 
         The host's count alone does not say whose process it was: another job's limit may have been hit.
         """
-        for number, (path, before) in enumerate(zip(self._files, self._before, strict=True)):  # our own cgroup first
-            now = _field(path, "oom_kill")
+        for path, before in zip(self._files, self._before, strict=True):  # our own cgroup first
+            now = _kills(path)
             if now is None or before is None or now <= before:
                 continue
             killed = f"{now - before} process{'es' if now - before > 1 else ''}"
-            if number == len(self._groups):
+            if path is self._files[-1]:
                 return f"perhaps out of memory: the kernel has killed {killed} of this host meanwhile"
-            return f"out of memory: the kernel killed {killed}{self._limit(number)}: ask for more memory"
+            return f"out of memory: the kernel killed {killed}: ask for more memory"
         return ""
-
-    def _limit(self, number: int) -> str:
-        """The least limit of a cgroup and those above it, in words; "" if they have none, or it is not seen."""
-        limits = [(limit, group) for group in self._groups[number:] if (limit := _number(group.limit)) is not None]
-        limit, group = min(limits, key=lambda one: one[0], default=(UNLIMITED, None))
-        if group is None or limit >= UNLIMITED:
-            return ""
-        return f" at the limit of {limit / GIB:.1f} GiB ({group.limit.name} of {group.name})"
 
     @property
     def sees(self) -> bool:
@@ -125,37 +96,26 @@ class MemoryWatch:
         return any(count is not None for count in self._before)
 
 
-def _groups(root: Path) -> list[_Group]:
-    """The cgroups of this process with a memory controller, innermost first."""
+def _counts(root: Path) -> list[Path]:
+    """The files with the counts of this process's cgroups with a memory controller, innermost first."""
     found = []
     with contextlib.suppress(OSError):
         for line in read_system(root / "proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers not in FILES and "memory" not in controllers.split(","):
-                continue
-            folder, events, limit = FILES.get(controllers, FILES["memory"])
-            top = root / folder
-            here = top / path.lstrip("/")
-            while here != top.parent:
-                name = here.name if here != top else "the host's root cgroup"
-                found.append(_Group(name, here / events, here / limit))
-                here = here.parent
+            if controllers in FILES or "memory" in controllers.split(","):
+                folder, name = FILES.get(controllers, FILES["memory"])
+                here = root / folder / path.lstrip("/")
+                found += [place / name for place in (here, *here.parents) if place.is_relative_to(root / folder)]
     return found
 
 
-def _field(path: Path, name: str) -> int | None:
-    """The number behind a name, in a file of lines of both."""
+def _kills(path: Path) -> int | None:
+    """The kernel's count in a file of lines of a name and a number."""
     with contextlib.suppress(OSError, ValueError):
         for line in read_system(path).splitlines():
             key, _, value = line.partition(" ")
-            if key == name:
+            if key == "oom_kill":
                 return int(value)
-    return None
-
-
-def _number(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(read_system(path))
     return None
 
 

@@ -31,35 +31,30 @@ def test_how_a_process_ended(code: str, phrase: str) -> None:
 V1 = {
     "proc/self/cgroup": "9:name=systemd:/\n4:memory:/slurm/uid_0/job_7/step_0\n0::/\n",
     "sys/fs/cgroup/memory/slurm/uid_0/job_7/step_0/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
-    "sys/fs/cgroup/memory/slurm/uid_0/job_7/step_0/memory.limit_in_bytes": "9223372036854771712\n",
-    "sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.limit_in_bytes": f"{8 << 30}\n",
 }
 V2 = {
     "proc/self/cgroup": "0::/system.slice/job_7/step_0\n",
     "sys/fs/cgroup/system.slice/job_7/step_0/memory.events": "low 0\nmax 9\noom 1\noom_kill 1\n",
-    "sys/fs/cgroup/system.slice/job_7/step_0/memory.max": "max\n",
-    "sys/fs/cgroup/system.slice/job_7/memory.max": f"{12 << 30}\n",
 }
 INSIDE = {"proc/self/cgroup": "0::/outside/of/us\n", "sys/fs/cgroup/memory.events": "oom_kill 1\n"}
 NONE = {
     "proc/self/cgroup": "0::/job\n",
     "sys/fs/cgroup/job/memory.events": "oom 0\noom_kill 0\n",
-    "sys/fs/cgroup/job/memory.max": "1\n",
 }
 
 
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (V1, "at the limit of 8.0 GiB (memory.limit_in_bytes of job_7): ask for more memory"),
-        (V2, "at the limit of 12.0 GiB (memory.max of job_7): ask for more memory"),
+        (V1, "out of memory: the kernel killed 2 processes: ask for more memory"),
+        (V2, "out of memory: the kernel killed 1 process: ask for more memory"),
         (INSIDE, "out of memory: the kernel killed 1 process: ask for more memory"),
         (NONE, ""),
         ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "garbage\n"}, ""),
         ({}, ""),
     ],
 )
-def test_a_limit_of_memory_that_was_reached_is_said(files: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_kills_of_a_cgroup_are_said(files: dict[str, str], said: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(re.sub(r"oom_kill \d", "oom_kill 0", text))

@@ -138,32 +138,6 @@ def test_the_launchers_word_replaces_an_echo(tmp_path: Path) -> None:
     assert str(rundir.failure()) == "host node2 does not answer (trainer-0: Connection closed by peer)"
 
 
-def test_partial_file_of_a_killed_writer(tmp_path: Path) -> None:
-    """The partial file of a killed writer is removed."""
-    rundir = RunDir.create(tmp_path / "run")
-    (rundir.root / "bank").mkdir()
-    half = [
-        rundir.samples / ".00000238.jsonl.3858",
-        rundir.root / "bank" / ".7.group.12",
-        rundir.root / ".state.json.9",
-    ]
-    rundir.make_attempt()
-    rundir.attempt = 1
-    half.append(rundir.root / "attempts" / "0" / ".error.trainer-1.476")
-    half.append(rundir.checkpoints / ".latest_checkpointed_iteration.txt.1306")
-    kept = [
-        rundir.samples / "00000238.jsonl",
-        rundir.root / "prepared.1",
-        rundir.root / ".job.json.5",
-        rundir.samples / ".mine",
-        rundir.checkpoints / ".partial-iter_0000020",
-    ]
-    for path in (*half, *kept):
-        path.write_text("x")
-    rundir.make_attempt()
-    assert not any(path.exists() for path in half) and all(path.exists() for path in kept)
-
-
 # ---- memory
 
 
@@ -176,31 +150,26 @@ def tree(root: Path, own: str, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("own", "events", "limit"),
+    ("own", "events"),
     [
-        ("0::/slurm/job_7/step_0\n", "sys/fs/cgroup/slurm/job_7/memory.events", "sys/fs/cgroup/slurm/job_7/memory.max"),
-        (
-            "4:memory:/slurm/job_7/step_0\n0::/\n",
-            "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control",
-            "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes",
-        ),
+        ("0::/slurm/job_7/step_0\n", "sys/fs/cgroup/slurm/job_7/memory.events"),
+        ("4:memory:/slurm/job_7/step_0\n0::/\n", "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control"),
     ],
 )
-def test_a_limit_that_was_hit_is_named_whoever_sets_it(tmp_path: Path, own: str, events: str, limit: str) -> None:
-    root = tree(tmp_path, own, {events: "oom 0\noom_kill 3\n", limit: "8589934592\n", "proc/vmstat": "oom_kill 3\n"})
+def test_a_kill_in_a_cgroup_above_is_ours(tmp_path: Path, own: str, events: str) -> None:
+    root = tree(tmp_path, own, {events: "oom 0\noom_kill 3\n", "proc/vmstat": "oom_kill 3\n"})
     watch = MemoryWatch(root)
     assert watch.sees and not watch.describe_kills()
     assert how_it_ended(-9, watch) == f"was killed by SIGKILL ({NOT_MEMORY})"
     (root / events).write_text("oom 1\noom_kill 4\n")
     (root / "proc/vmstat").write_text("oom_kill 4\n")
-    name = limit.rpartition("/")[2]
-    said = f"out of memory: the kernel killed 1 process at the limit of 8.0 GiB ({name} of job_7): ask for more memory"
+    said = "out of memory: the kernel killed 1 process: ask for more memory"
     assert watch.describe_kills() == said and said in how_it_ended(-9, watch) and said in how_it_ended(137, watch)
     assert said not in how_it_ended(-15, watch), "of a SIGTERM somebody else is the cause"
 
 
 def test_a_host_without_memory_is_told_from_a_limit(tmp_path: Path) -> None:
-    root = tree(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n", "proc/vmstat": "pgfault 1\noom_kill 0\n"})
+    root = tree(tmp_path, "0::/\n", {"proc/vmstat": "pgfault 1\noom_kill 0\n"})
     watch = MemoryWatch(root)
     (root / "proc/vmstat").write_text("pgfault 1\noom_kill 2\n")
     assert "killed 2 processes" in watch.describe_kills()
@@ -229,7 +198,7 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", code, str(group)], capture_output=True, text=True, timeout=60, check=False
         )
-        assert "SIGKILL (out of memory" in done.stdout and "process at the limit" in done.stdout, done
+        assert "SIGKILL (out of memory" in done.stdout, done
     finally:
         group.rmdir()
 
