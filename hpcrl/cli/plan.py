@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hpcrl.cli.recipe_argument import choose_recipe
@@ -19,7 +18,7 @@ from hpcrl.config.recipe import Recipe, changed, load_recipe, resolve_stages
 from hpcrl.config.setting_names import spell
 from hpcrl.config.slime.verbatim import recipe_and_refusals, split_arguments
 from hpcrl.config.value_types import Kind
-from hpcrl.errors import DataError, UsageError, failures, raise_together
+from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
 from hpcrl.launch.model_directory import with_shipped_config
 from hpcrl.launch.preflight import (
@@ -124,16 +123,19 @@ def show(
     options = [with_shipped_config(resolved) for resolved in options]
     for line in model_notes(options):
         print(f"hpcrl: note: {line}", file=sys.stderr)
+    wrong: list[UsageError] = []
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan", kept=hosts_kept(options))
+        lines, misfit = _estimates(resolved, made, card)
+        wrong += misfit
         title = f"# stage {stage.name}\n" if stage.name else ""
         print(f"{title}{made.table(None if every else TABLE)}\n\n{describe(resolved, made, every)}\n")
-        print("\n".join(_estimates(resolved, made, card)) + "\n")
-    raise_together([wrong for resolved in options for wrong in failures([partial(_refuse, card)], resolved)])
+        print("\n".join(lines) + "\n")
+    raise_together(wrong)
 
 
-def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
-    """Memory and weight updates, or why there is no estimate."""
+def _estimates(options: Options, made: Plan, card: GpuCard) -> tuple[list[str], list[UsageError]]:
+    """(memory and weight updates, or why there is no estimate; what cannot fit such cards, or their hosts)."""
     try:
         config = read_config(options.hf_checkpoint or "")
         family = find_family(config, options.hf_checkpoint or "")
@@ -141,20 +143,15 @@ def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
         last = verdict(options, family, config, card.memory, lines)
         if made.engines and not options.debug_rollout_only:
             lines += ["", *update_lines(predict(options, family, config, made, card.link))]
-        return [*lines, "", last] if last else lines
     except DataError as error:
-        return [f"memory: not estimated: {error.what}"]
-
-
-def _refuse(card: GpuCard, options: Options) -> None:
-    """Raise UsageError for a trainer that cannot fit such cards, or their hosts."""
+        return [f"memory: not estimated: {error.what}"], []
+    lines += ["", last] if last else []
     try:
-        config = read_config(options.hf_checkpoint or "")
-        family = find_family(config, options.hf_checkpoint or "")
-    except DataError:
-        return  # said instead of an estimate
-    if not options.debug_rollout_only and options.bf16:  # in fp32 it is on CPUs
-        refuse_misfit(options, family, config, card.memory, card.host)
+        if not options.debug_rollout_only and options.bf16:  # in fp32 it is on CPUs
+            refuse_misfit(options, family, config, card.memory, card.host)
+    except UsageError as error:
+        return lines, [error]
+    return lines, []
 
 
 def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from hpcrl.cli.find_run import Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
+from hpcrl.report.page.comparison import MOST, Compared, comparison, names_of
+from hpcrl.report.page.one_run import page, recipe_text
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.node_hours import node_hours
 from hpcrl.report.timeline.reading import read_run, trace
+from hpcrl.report.trackers.record import Sender
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.arguments import RUN, Parser
 
@@ -65,8 +68,6 @@ def _several(words: Sequence[str]) -> list[Run]:
     Raises:
         UsageError: if one names none, or they are more than a page can show.
     """
-    from hpcrl.report.page.comparison import MOST
-
     found = {run.root.resolve(): run for run in map(find_run, words)}
     if len(words) > 1 and len(found) == 1:
         raise UsageError("all of them are the same run", "name it once")
@@ -77,15 +78,11 @@ def _several(words: Sequence[str]) -> list[Run]:
 
 def run_page(run: Run) -> str:
     """The page of one run, as it is now."""
-    from hpcrl.report.page.one_run import page, recipe_text
-
     return page(run, look_at_run(run), read_run(run), recipe_text(run.root))
 
 
 def _compared_page(runs: Sequence[Run]) -> str:
     """The page of several runs, as they are now; Slurm is asked once for all."""
-    from hpcrl.report.page.comparison import Compared, comparison, names_of
-
     jobs = Jobs(runs)
     named = zip(names_of(runs), runs, strict=True)
     compared = [Compared(name, run, look_at_run(run, jobs), node_hours(run, read_run(run))) for name, run in named]
@@ -94,8 +91,6 @@ def _compared_page(runs: Sequence[Run]) -> str:
 
 def _send(run: Run, tracker: str) -> int:
     """Send what is new of a run to a tracker."""
-    from hpcrl.report.trackers.record import Sender
-
     sender = Sender(tracker)
     page = run.root / "report.html"
     found = list(sender.send_new(run, page if page.is_file() else None))

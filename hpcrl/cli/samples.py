@@ -5,24 +5,32 @@ Invariant: it only reads; text of a model can do nothing to the terminal; colour
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpcrl.cli.find_run import find_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run, StageFiles
+from hpcrl.report.sample_records import Look, Reading, held_out_sets, read_looks, steps_of
+from hpcrl.report.sample_view import (
+    Line,
+    Which,
+    Word,
+    after_steps,
+    choose,
+    numbers,
+    pair_lines,
+    pairs,
+    sample_lines,
+    summary_line,
+)
 from hpcrl.report.status_text import on_terminal
 from hpcrl.utils.arguments import RUN, Parser
 from hpcrl.utils.plain_text import strip_control
 from hpcrl.utils.untrusted_files import as_given
-
-if TYPE_CHECKING:
-    import argparse
-
-    from hpcrl.report.sample_records import Look, Reading
-    from hpcrl.report.sample_view import Line, Which
 
 COUNT = 3
 
@@ -41,21 +49,15 @@ class StepSamples(NamedTuple):
 
     @property
     def title(self) -> str:
-        from hpcrl.report.sample_view import after_steps
-
         return f"evaluation {self.held_out} {after_steps(self.step)}" if self.held_out else f"step {self.step}"
 
     def looks(self, reading: Reading) -> Iterator[Look]:
-        from hpcrl.report.sample_records import read_looks
-
         return read_looks(self.stage.root, self.step, self.held_out, reading)
 
 
 def samples(argv: list[str]) -> int:
     """`hpcrl samples`: some samples of a step, or of an evaluation; or two steps, or runs, side by side."""
     args = _arguments(argv)
-    from hpcrl.report.sample_records import Reading
-
     if args.count < 1:
         raise UsageError(f"-n {args.count} is less than 1", "give a number from 1")
     reading = Reading()
@@ -122,8 +124,6 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
     Raises:
         UsageError: says what there is.
     """
-    from hpcrl.report.sample_records import held_out_sets, steps_of
-
     stages = [stage for stage in run.stages if inside in (None, stage.root)]
     found = {stage.name: steps_of(stage.root, held_out) for stage in stages}
     having = [stage for stage in stages if (step in found[stage.name] if step is not None else found[stage.name])]
@@ -138,8 +138,6 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
         )
     if not every:
         raise UsageError(f"{shown} has no samples yet", "see hpcrl status")
-    from hpcrl.report.sample_view import numbers
-
     what = f"step {step}" if held_out is None else f"an evaluation {held_out} after {step} steps"
     raise UsageError(f"{shown} has no samples of {what}", f"there are {numbers(every)}")
 
@@ -151,8 +149,6 @@ def _inside(word: str) -> Path | None:
 
 
 def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:
-    from hpcrl.report.sample_view import Word, choose, sample_lines
-
     place = _place(run, args.run, args.step, args.eval, _inside(args.run))
     which: Which = args.which
     found = choose(place.looks(reading), which, args.count, args.group)
@@ -170,8 +166,6 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
 
 
 def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:
-    from hpcrl.report.sample_view import pair_lines, pairs, summary_line
-
     first, second = (_named(run, word, args) for word in args.diff)
     found = pairs(first.looks(reading), second.looks(reading))
     names = (first.name, second.name)

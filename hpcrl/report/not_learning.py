@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.report.metrics import number, step_rows
+from hpcrl.report.sample_records import read_looks
 from hpcrl.run.attempt_log import lowered_settings
 from hpcrl.run.gpu_counters import grown_counters
 
@@ -54,8 +55,6 @@ def _failures(row: dict[str, Any]) -> Iterator[tuple[str | None, float]]:
 
 def _reason(stage: Path, step: int, held_out: str | None) -> str:
     """The line of the user's code that raised, or what else went wrong; "" if the samples do not say."""
-    from hpcrl.report.sample_records import read_looks  # which takes numpy, too heavy for a run without failures
-
     looks = islice(read_looks(stage, step, held_out), MOST)
     text = next((look.record.grading_error for look in looks if look.record.grading), "")
     if match := _PLACE.search(text):
