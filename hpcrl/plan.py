@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
+
+if TYPE_CHECKING:  # it takes pydantic, which `hpcrl status` does without
+    from hpcrl.config.options import Options
 
 #: values of CUDA_VISIBLE_DEVICES that hide all GPUs; the second is Slurm's
 NO_GPUS = ("", "NoDevFiles")

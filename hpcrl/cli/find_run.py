@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.errors import UsageError
 from hpcrl.launch.slurm.jobs import query_jobs
-from hpcrl.report.run_files import Run
+from hpcrl.report.run_files import Run, changed
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER, STOP
 from hpcrl.run.queued_job import JobKey, QueueAnswer, QueuedJob
@@ -97,10 +97,7 @@ def _touched(run: Run) -> float:
     """When the run last said something, or was made."""
     if run.state:
         return run.state.time
-    try:
-        return (run.stage.root / "metrics.jsonl").stat().st_mtime if run.stage else run.root.stat().st_mtime
-    except OSError:
-        return 0.0
+    return changed(run.stage.root / "metrics.jsonl" if run.stage else run.root)
 
 
 class Ending:

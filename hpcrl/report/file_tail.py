@@ -55,13 +55,11 @@ class FileTail:
 
     Attributes:
         rest: what follows the last newline that was seen.
-        starts: how often `new` has begun with its first byte.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rest = b""
-        self.starts = 0
         self._at = 0
         self._file = 0
 
@@ -85,7 +83,6 @@ class FileTail:
                     self._file = number
                     self._at = 0
                     self.rest = b""
-                    self.starts += 1
                 file.seek(self._at)
                 data = file.read(FARTHEST)
         except OSError:

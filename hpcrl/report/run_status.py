@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.errors import CodeError, HpcrlError
+from hpcrl.plan import Plan
 from hpcrl.report.metrics import WINDOW, evaluated, measure, number, seconds_left, step_rows, step_time
 from hpcrl.report.not_learning import notes_of
 from hpcrl.report.run_files import Run, StageFiles
@@ -314,17 +315,10 @@ def span(seconds: float) -> str:
 _ENGINE = re.compile(rf"{EnginePeer.role}-(\d+)\.")
 
 
-class _Plan(msgspec.Struct):
-    """What counts here of an attempt's plan."""
-
-    trainers: list[Any] = []
-    engines: list[Any] = []
-
-
 def awaited(rundir: RunDir) -> str:
     """`waiting for engines, 1 of 4 up`; of an attempt that is up `first step`, which it is until a step is logged."""
     try:
-        plan = read_json(rundir.plan_file, _Plan, strict=False)
+        plan = read_json(rundir.plan_file, Plan)
         names = listed(rundir.here / "peers")
     except (OSError, Damaged, HpcrlError):
         return "looking for hosts"

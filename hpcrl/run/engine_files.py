@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from hpcrl.errors import EXITED, HpcrlError
+from hpcrl.plan import Plan
 from hpcrl.run.attempt_log import lowered_settings
 from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 from hpcrl.utils.untrusted_files import Damaged, read_json
 
-if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
+if TYPE_CHECKING:  # it takes pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options
-    from hpcrl.plan import Plan
 
 PAUSE = 1.0  #: seconds from an engine's end to its next start
 _NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended)?\.json")

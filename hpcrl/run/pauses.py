@@ -14,16 +14,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from hpcrl.plan import Plan
 from hpcrl.run.peers import Count, EnginePeer, PublishedRecords, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 from hpcrl.utils.untrusted_files import touch
-
-if TYPE_CHECKING:
-    from hpcrl.plan import Plan
 
 AGAIN = "again"  #: name of a mark in attempts/N
 PAUSED = "paused"  #: directory in attempts/N

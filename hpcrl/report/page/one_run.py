@@ -97,9 +97,6 @@ def charts(stage: StageFiles) -> dict[str, Any]:
     found = list(read_metrics(stage.root / "metrics.jsonl"))
     shown, flat = drawn_and_flat(found)
     drawn = [chart(visible(panel.title), clean(curves), panel.axis) for panel, curves in shown]
-    if len(tokens := tokens_by_version(found)) > 1:
-        points = (list(tokens), list(tokens.values()))
-        drawn.append(chart("tokens by the policy version that sampled them", {"": points}, "zero"))
     return {
         "name": visible(stage.name),
         "charts": drawn,
@@ -110,26 +107,6 @@ def charts(stage: StageFiles) -> dict[str, Any]:
 def clean(curves: Curves) -> Curves:
     """The curves under labels that a page may show."""
     return {visible(label): points for label, points in curves.items()}
-
-
-def tokens_by_version(found: Sequence[dict[str, Any]]) -> dict[float, float]:
-    """How many tokens were trained on that each policy version had sampled; {} where all are the trainer's own.
-
-    A record has them by age, counted from the version before its step: a step raises the version by as much as from one
-    record to the next.
-    """
-    steps = [row for row in found if isinstance(row.get("policy_version"), int | float)]
-    sums: dict[float, float] = {}
-    for number, row in enumerate(steps):
-        near = steps[number - 1] if number else steps[min(1, len(steps) - 1)]
-        before = row["policy_version"] - (abs(row["policy_version"] - near["policy_version"]) or 1)
-        for name, count in row.items():
-            age = name.removeprefix("staleness/tokens/")
-            if (
-                age != name and age.isdigit() and isinstance(count, int | float)
-            ):  # of what is older it is not known by how much
-                sums[before - int(age)] = sums.get(before - int(age), 0.0) + count
-    return dict(sorted(sums.items()))
 
 
 def hours_note(spent: NodeHours) -> str:

@@ -17,16 +17,17 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from subprocess import DEVNULL
+
+import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError
 from hpcrl.report.progress import say
 from hpcrl.report.run_files import Run
 from hpcrl.report.trackers.record import Sender
-from hpcrl.run.process import PARENT, die_with_parent
+from hpcrl.run.process import PARENT, die_with_parent, end_processes
 from hpcrl.run.started_runs import is_run
-from hpcrl.utils.waiting import Deadline
 
 LOOK = 5.0  #: seconds between two looks at the metrics
 PARTING = 8.0  #: seconds that the last records may take: fewer than the host waits for its last role
@@ -50,18 +51,11 @@ def sending_live(options: Options, stage: Path) -> Iterator[None]:
     environment = os.environ | {PARENT: str(os.getpid())}
     environment |= {"WANDB_MODE": options.wandb_mode} if options.wandb_mode else {}
     words = [sys.executable, "-m", "hpcrl.report.trackers.live", str(root)]
-    started = [Popen([*words, name], stdin=DEVNULL, env=environment) for name in trackers_of(options)]
+    started = [psutil.Popen([*words, name], stdin=DEVNULL, env=environment) for name in trackers_of(options)]
     try:
         yield
     finally:
-        for process in started:
-            process.terminate()
-        deadline = Deadline(PARTING)
-        for process in started:
-            try:
-                process.wait(max(deadline.left, 0.1))
-            except TimeoutExpired:
-                process.kill()
+        end_processes(started, PARTING)
 
 
 def follow(root: Path, tracker: str, asked: threading.Event) -> None:

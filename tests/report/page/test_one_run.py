@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli.main import main
-from hpcrl.report.page.one_run import spread, tokens_by_version
+from hpcrl.report.page.one_run import spread
 from hpcrl.report.timeline.spans import GENERATE, READY, STEP, TRAIN, WAIT
 from tests.support.rundirs import log, make, put
 
@@ -165,22 +165,3 @@ def test_what_is_not_there_is_said(words: list[str], tmp_path: Path, capsys: pyt
     assert main([*words, str(tmp_path / "none")]) == 2
     assert main([*words, str(old), "-o", str(tmp_path / "no" / "where")]) == 2
     assert main([*words, "--trace", str(old), str(make(tmp_path / "other"))]) == 2
-
-
-def test_tokens_by_version() -> None:
-    """Tokens are counted by the version that sampled them."""
-    rows = [
-        {"rollout_id": 0, "policy_version": 2, "staleness/tokens/0": 10.0},
-        {
-            "rollout_id": 1,
-            "policy_version": 4,
-            "staleness/tokens/0": 3.0,
-            "staleness/tokens/2": 5.0,
-            "staleness/tokens/8+": 1.0,
-        },
-        {"rollout_id": 1, "eval/x/accuracy": 1.0},
-    ]
-    assert tokens_by_version(rows) == {0: 15.0, 2: 3.0}
-    assert tokens_by_version(rows[:1]) == {1: 10.0} and tokens_by_version([]) == {}, (
-        "of one step it is taken to be one version"
-    )
