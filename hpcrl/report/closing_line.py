@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.config.options import Options
-from hpcrl.report.curves import series
-from hpcrl.report.metrics import measure, read_metrics
+from hpcrl.report.metrics import held_out_means, measure, read_metrics
 from hpcrl.report.not_learning import notes_of
 from hpcrl.report.sample_records import held_out_sets, steps_of
 from hpcrl.run.rundir import TRACKER
@@ -20,8 +19,11 @@ from hpcrl.run.rundir import TRACKER
 
 def held_out(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Held-out set -> (rollout id, mean reward) of every evaluation, in order."""
-    found = series(list(read_metrics(directory / "metrics.jsonl")), {"*": "eval/*/accuracy"})
-    return {name: list(zip([after - 1 for after in x], y, strict=True)) for name, (x, y) in found.items()}
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in read_metrics(directory / "metrics.jsonl"):
+        for name, value in held_out_means(row).items():
+            found.setdefault(name, []).append((row["rollout_id"], value))
+    return found
 
 
 def closing_line(directory: Path, root: Path) -> str:

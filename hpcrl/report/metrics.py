@@ -281,15 +281,27 @@ def due(step: int, interval: int | None) -> bool:
     return bool(interval) and step % interval == 0
 
 
+def held_out_means(row: dict[str, Any]) -> dict[str, float]:
+    """Held-out set -> its mean reward in this record."""
+    means = {name: value for name, value in row.items() if name.startswith("eval/") and name.endswith("/accuracy")}
+    return {name[len("eval/") : -len("/accuracy")]: value for name, value in means.items() if number(value)}
+
+
 def measure(rows: Iterable[dict[str, Any]]) -> str:
     """What the means of held-out sets in these records are: "accuracy" if every reward was 0 or 1, else "reward"."""
     for row in rows:
-        means = {name: value for name, value in row.items() if name.startswith("eval/") and name.endswith("/accuracy")}
-        for name, value in means.items():
-            is_share = number(value) and 0 <= value <= 1  # all that is known of an own function's
-            if number(value) and not row.get(name.removesuffix("accuracy") + "right_or_wrong", is_share):
+        for name, value in held_out_means(row).items():
+            if not row.get(f"eval/{name}/right_or_wrong", 0 <= value <= 1):  # all that is known of an own function's
                 return "reward"
     return "accuracy"
+
+
+def tokens_per_sec(row: dict[str, Any]) -> float | None:
+    """Tokens sampled a second in a step; in fine-tuning, where none are, those that were learned."""
+    if number(sampled := row.get("perf/tokens_per_sec")):
+        return sampled
+    learned, seconds = row.get("perf/train_tokens", 0.0), row.get("perf/step_time")
+    return learned / seconds if number(learned) and number(seconds) and seconds else None
 
 
 def number(value: object) -> bool:

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from hpcrl.report.curves import series
 from hpcrl.report.file_tail import FileTail
-from hpcrl.report.metrics import measure, parse_record, step_rows
+from hpcrl.report.metrics import held_out_means, measure, parse_record, step_rows, tokens_per_sec
 from hpcrl.report.not_learning import WINDOW, not_learning
 from hpcrl.report.run_status import awaited
 from hpcrl.report.status_text import on_terminal
@@ -87,8 +86,8 @@ class Progress:
                     self.latest = row
                     self._note(row)
                     self.done = row["rollout_id"] + 1
-                if found := series([row], {"*": "eval/*/accuracy"}):
-                    self.accuracy |= {name: y[-1] for name, (_, y) in found.items()}
+                if means := held_out_means(row):
+                    self.accuracy |= means
                     self._measure = measure([row])
         if not self._working and (trainer := find(self.rundir, TrainerPeer)):
             self._working = True
@@ -138,8 +137,7 @@ class Progress:
         row = dict(self.latest)
         if "rollout/reward" in row:  # the policy loss is 0 where its ratios are 1: it says nothing
             row.pop("train/loss", None)
-        if "perf/tokens_per_sec" not in row and row.get("perf/step_time"):  # fine-tuning: the tokens that were learned
-            row["perf/tokens_per_sec"] = row.get("perf/train_tokens", 0.0) / row["perf/step_time"]
+        row["perf/tokens_per_sec"] = tokens_per_sec(row)
         parts = [how.format(row[name]) for name, how in SHOWN.items() if row.get(name) is not None]
         return ", ".join([*parts, *(f"{name} {self._measure} {value:.2f}" for name, value in self.accuracy.items())])
 

@@ -18,7 +18,17 @@ import msgspec
 
 from hpcrl.errors import CodeError, HpcrlError
 from hpcrl.plan import Plan
-from hpcrl.report.metrics import WINDOW, evaluated, measure, number, seconds_left, step_rows, step_time
+from hpcrl.report.metrics import (
+    WINDOW,
+    evaluated,
+    held_out_means,
+    measure,
+    number,
+    seconds_left,
+    step_rows,
+    step_time,
+    tokens_per_sec,
+)
 from hpcrl.report.not_learning import notes_of
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.sandbox_line import sandbox_line
@@ -269,8 +279,7 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
     status.measure = measure(rows)
     for row in rows:
         if evaluated(row):
-            means = {name: value for name, value in row.items() if name.endswith("/accuracy") and number(value)}
-            status.accuracy = {name.removeprefix("eval/").removesuffix("/accuracy"): v for name, v in means.items()}
+            status.accuracy = held_out_means(row)
             status.accuracy_after = row["rollout_id"] + 1
     if status.total and status.phase in WORKING:
         status.needs = seconds_left(
@@ -284,11 +293,9 @@ def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
     status.reward = get("rollout/reward")
     status.loss = get("train/loss")
     status.staleness = get("staleness/max")
-    status.tokens_per_sec = get("perf/tokens_per_sec")
-    if status.tokens_per_sec is not None:  # else nothing was sampled
+    status.tokens_per_sec = tokens_per_sec(row)
+    if get("perf/tokens_per_sec") is not None:  # else nothing was sampled
         status.trained_per_sec = get("perf/train_tokens_per_sec")
-    if status.tokens_per_sec is None and get("perf/step_time"):  # fine-tuning: the tokens that were learned
-        status.tokens_per_sec = get("perf/train_tokens", 0.0) / get("perf/step_time")
     status.step_per_gpu = get("perf/step_tokens_per_sec_per_gpu")
     status.mfu = get("perf/mfu")
     if get("time"):

@@ -11,10 +11,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.plan import Location, Plan
 from hpcrl.report import metrics, progress
 from hpcrl.report.closing_line import closing_line, held_out, what_next
 from hpcrl.report.curves import MANY, PANELS, series, smooth, titled
@@ -289,9 +291,8 @@ def test_what_a_start_waits_for_is_said_and_said_again(rundir: RunDir, monkeypat
     for name in ("GLANCE", "EVERY", "AGAIN"):
         monkeypatch.setattr(progress, name, 0.0)
     bar = Progress(rundir, "grpo", 4)
-    rundir.plan_file.write_text(
-        json.dumps({"run_id": "r", "attempt": 0, "trainers": [{}], "engines": [{}, {}], "rollout": {}})
-    )
+    place = Location("h", ())
+    rundir.plan_file.write_bytes(msgspec.json.encode(Plan("r", 0, (place,), (place, place), place)))
     bar.poll()
     publish(rundir, StorePeer(host="h", port=1))
     publish(rundir, MeetingPeer(host="h", port=1, rpc_port=2))  # of an engine that is not up yet
