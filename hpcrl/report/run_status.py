@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -31,7 +33,6 @@ from hpcrl.report.metrics import (
 )
 from hpcrl.report.not_learning import notes_of
 from hpcrl.report.run_files import Run, StageFiles
-from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.run.attempt_log import Fault
 from hpcrl.run.engine_files import EngineView
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, SUBMITTING, WORKING, JobState
@@ -300,6 +301,29 @@ def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
     status.mfu = get("perf/mfu")
     if get("time"):
         status.last_step = max(0.0, now - get("time"))
+
+
+def sandbox_line(rows: Sequence[dict[str, Any]]) -> str:
+    """How many were in which state in the last step, how long callers waited, and failures of all steps by cause; ""
+    where there are no sandboxes.
+
+    Args:
+        rows: records of metrics.jsonl, in order: all, or the last of them.
+    """
+    steps = [row for row in step_rows(rows) if number(row.get("sandbox/used"))]
+    if not steps:
+        return ""
+    get = {name.removeprefix("sandbox/"): value for name, value in steps[-1].items() if number(value)}.get
+    text = f"{get('used', 0):.1f} in use, {get('warm', 0):.1f} warm, {get('making', 0):.1f} being made"
+    text += f"; {get('wait_time', 0.0):.2g} s until one is ready"
+    failures: Counter[str] = Counter()
+    for row in steps:
+        for name, value in row.items():
+            if name.startswith("sandbox/failures/") and number(value):
+                failures[name.removeprefix("sandbox/failures/")] += round(value)
+    since = f" since step {steps[0]['rollout_id']}" if rows[0]["rollout_id"] > 0 else ""
+    known = ", ".join(f"{count} {cause}" for cause, count in failures.most_common() if count)
+    return f"{text}; failures: {known}{since}" if known else text
 
 
 def span(seconds: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.report.timeline.spans import MAKE, SANDBOXES, Timeline
+from hpcrl.report.timeline.spans import MAKE, Timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.engine_client import EngineClient
@@ -140,7 +140,6 @@ class PolicyRollouts:
     async def halt(self) -> None:
         """End what is at work, while the engines can still be told."""
         await cancel(self._making)
-        self._note_sandboxes()
         if self._stop_work is not None:
             await asyncio.wait([self._stop_work])
         await self.evaluations.close()
@@ -282,7 +281,6 @@ class PolicyRollouts:
             self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
         )
         metrics |= await self.drafts.measures() | self.sandboxes.measures()
-        self._note_sandboxes()
         if self.work.samples and self.options.staleness_bound != 0:
             metrics |= ages(samples, consumed)
         metrics = await self.work.hooks.log(samples, metrics, seconds)
@@ -295,11 +293,6 @@ class PolicyRollouts:
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
         say(f"rollout {rollout_id}: {', '.join(words)}")
         self._idle_since = time.monotonic()
-
-    def _note_sandboxes(self) -> None:
-        """For the report: what the sandboxes have done so far."""
-        if totals := self.sandboxes.totals():
-            self.timeline.mark(SANDBOXES, **totals)
 
     async def _in_time(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
         """The result of `work`, or DeadlineError, which names `what` was to come, a little before `rollout_timeout`:

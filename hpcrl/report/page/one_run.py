@@ -26,7 +26,6 @@ from hpcrl.report.sample_view import after_steps, choose, head_lines, texts, vis
 from hpcrl.report.status_text import fault_rows, speed_rows
 from hpcrl.report.timeline.node_hours import NodeHours, node_hours
 from hpcrl.report.timeline.reading import Recorded, Track
-from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
 from hpcrl.run.attempt_log import Fault
 from hpcrl.utils.untrusted_files import read_regular
@@ -59,7 +58,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
         kinds=KINDS,
         more=f" {hidden} more tracks are in the run's trace: hpcrl report --trace" if hidden else "",
         hours=spent.rows(),
-        hours_note=" ".join(filter(None, [hours_note(spent), sandbox_hours(sandbox_use(recorded.tracks))])),
+        hours_note=hours_note(spent),
         samples=list(samples(run)),
         ran=how_it_ran(run),
         recipe=None if recipe is None else visible(recipe),
@@ -88,6 +87,8 @@ def facts(run: Run, status: Status, spent: NodeHours) -> Iterator[tuple[str, str
     if status.reward is not None:
         yield "reward", f"{status.reward:.4g}"
     yield from ((name, visible(text)) for name, text in speed_rows(status))
+    if status.sandboxes:
+        yield "sandboxes", visible(status.sandboxes)
     if spent.starts:
         yield "allocated", f"{clock(spent.seconds)}, {spent.total:.4g} node-hours"
 

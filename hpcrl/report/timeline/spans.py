@@ -57,13 +57,11 @@ PAUSED = "engines pause"
 SAVE = "save"
 EVALUATE = "evaluate"
 #: rollout process: the making of a rollout; an engine that has requests, with its number as `engine`; requests in
-#: flight, and sandboxes by state (counters); what sandboxes have done so far in this attempt (a moment):
-#: seconds that they were `used`, `warm` and `making`, and that callers `waited`, and counts
+#: flight, and sandboxes by state (counters)
 MAKE = "make rollout"
 GENERATE = "generate"
 REQUESTS = "#requests in flight"
 SANDBOXES_NOW = "#sandboxes"
-SANDBOXES = "sandboxes so far"
 
 Cost = Literal["training", "generating", "waiting", "updating", "saving", "starting", "lost"]
 COSTS: tuple[Cost, ...] = ("training", "generating", "updating", "saving", "waiting", "starting", "lost")
