@@ -72,7 +72,6 @@ OWN = {
     "wait": Kind("float"),
 }
 WAIT = 900.0  #: seconds
-POLL = 1.0  #: seconds between two looks at its result
 LIMIT = "15:00"  #: the short job's time limit
 
 

@@ -26,8 +26,6 @@ from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
 from hpcrl.utils.untrusted_files import Damaged, open_append, open_regular, parse_json
 
-GONE = "its content is gone; samples/, tensorboard/ and checkpoints/ have their own record"
-
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl; what a crash has torn or damaged is left out."""
@@ -71,7 +69,6 @@ class MetricsLog:
         self.events: EventFile | None = None
         self.with_events = True  # until TensorBoard's package is found to be missing, or its file cannot be written
         self._purge: int | None = None  # the first step of TensorBoard's that comes again
-        self._size = 0  # bytes that must be there
 
     def truncate(self, rollout_id: int) -> None:
         """Forget what is logged for `rollout_id` and later, and a torn last line: those steps come again.
@@ -82,12 +79,11 @@ class MetricsLog:
         first = rollout_id if rollout_id > 0 else -1
         kept = [row for row in read_metrics(self.path) if row["rollout_id"] < first]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-        self._size = self.path.stat().st_size
         self._purge = first + 1
         if lacking := set(range(rollout_id)) - {row["rollout_id"] for row in kept}:
             _note(
                 f"{self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, "
-                f"{min(lacking)} the first: {GONE}"
+                f"{min(lacking)} the first: samples/, tensorboard/ and checkpoints/ have their own record"
             )
 
     def evaluated(self, rollout_id: int) -> bool:
@@ -140,9 +136,6 @@ class MetricsLog:
         with open_append(self.path) as file:
             number = file.fileno()
             size = os.fstat(number).st_size
-            if size < self._size:
-                _note(f"{self.path} was removed or cut while the run wrote it: {GONE}")
-            self._size = size
             try:
                 while line:
                     line = line[os.write(number, line) :]
@@ -150,7 +143,6 @@ class MetricsLog:
                 with contextlib.suppress(OSError):
                     os.ftruncate(number, size)
                 raise
-            self._size = os.fstat(number).st_size
 
     def close(self) -> None:
         """Close the events."""

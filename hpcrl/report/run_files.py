@@ -16,16 +16,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpcrl.report.metrics import last_records, parse_record
+from hpcrl.report.metrics import last_records
 from hpcrl.run.attempt_log import Fault, faults_of, read_attempts
 from hpcrl.run.engine_files import VIEW, EngineViews
 from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
 from hpcrl.run.peers import TrainerPeer, peer_file
 from hpcrl.run.rundir import ERROR, TRACKER, AttemptFailure
-from hpcrl.run.skipped_checkpoints import read_passed_over
 from hpcrl.run.started_runs import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
-from hpcrl.utils.untrusted_files import Damaged, count_of, open_regular, read_given_bytes, read_json, read_regular
+from hpcrl.utils.untrusted_files import Damaged, count_of, read_given_bytes, read_json, read_regular
 
 T = TypeVar("T")
 
@@ -106,19 +105,6 @@ class StageFiles:
     def rows(self, size: int, most: int = 1 << 20) -> list[dict[str, Any]]:
         """The last records, `most` at most, that are whole within the last `size` bytes of metrics.jsonl."""
         return last_records(self.root / "metrics.jsonl", most, size)
-
-    def note_passed_over(self) -> None:
-        """Add to `notes` what resumes have passed over."""
-        self.notes += [f"attempt {one.attempt}: {one.text}" for one in read_passed_over(self.root)]
-
-    def note_gap(self) -> None:
-        """Add to `notes` if metrics.jsonl does not begin with the first step: it was removed or cut."""
-        with contextlib.suppress(OSError), open_regular(self.root / "metrics.jsonl") as file:
-            row = parse_record(file.readline(1 << 20))
-            if row is not None and row["rollout_id"] > 0:
-                self.notes.append(
-                    f"metrics.jsonl begins with step {row['rollout_id']}: what came before was removed from it"
-                )
 
 
 @dataclass

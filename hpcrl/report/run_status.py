@@ -39,6 +39,7 @@ from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, SUBMITTING, WORKI
 from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
 from hpcrl.run.queued_job import QueuedJob
 from hpcrl.run.rundir import RunDir, listed
+from hpcrl.run.skipped_checkpoints import read_passed_over
 from hpcrl.run.started_runs import LIVE
 from hpcrl.utils.untrusted_files import Damaged, read_json
 
@@ -136,8 +137,7 @@ def judge_run(
         if os.path.lexists(run.root / LIVE):
             status.notes.append("custom functions are imported from where they are, not from copies (--live-code)")
         if stage:
-            stage.note_gap()
-            stage.note_passed_over()
+            stage.notes += [f"attempt {one.attempt}: {one.text}" for one in read_passed_over(stage.root)]
             status.faults = stage.faults
             status.numbers_notes = notes_of(stage.root, stage.rows(*LONG))
             status.sandboxes = sandbox_line(stage.rows(*LONG))

@@ -384,16 +384,6 @@ def test_speed_is_told_by_role(tmp_path: Path) -> None:
     assert "41.2 %\n" in page(look(root))
 
 
-def test_metrics_whose_beginning_is_gone_are_noted(tmp_path: Path) -> None:
-    root = make(tmp_path, phase="running")
-    begin(root)
-    log(root, *steps(2, first=7))
-    assert any("metrics.jsonl begins with step 7" in note for note in look(root).notes)
-    (root / "metrics.jsonl").unlink()
-    log(root, *steps(2))
-    assert not look(root).notes
-
-
 def test_numbers_that_are_none(tmp_path: Path) -> None:
     root = make(tmp_path, phase="running")
     begin(root)
