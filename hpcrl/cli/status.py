@@ -35,14 +35,7 @@ def status(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.run:
         found = look_at_run(find_run(args.run))
-        if args.json:
-            print(_json(found))
-        elif on_terminal(sys.stdout):
-            from hpcrl.report import terminal
-
-            terminal.console(sys.stdout).print(terminal.run_page(found))
-        else:
-            print(page(found))
+        print(_json(found) if args.json else page(found))
         return 0
     many, note = look_at_runs([Run(root) for root in all_runs()])
     if args.json:

@@ -83,12 +83,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def page(s: Status) -> str:
-    """All that is known of one run; for files and pipes."""
-    (title, phase), *rows = facts(s)
-    return "\n".join([f"{title}: {phase}", *(f"  {name:10}  {text}" for name, text in rows)])
-
-
-def facts(s: Status) -> list[tuple[str, str]]:
     """All that is known of one run: its path and phase, then what is said of it by name."""
     rows: list[tuple[str, str]] = []
     if s.message:
@@ -111,7 +105,8 @@ def facts(s: Status) -> list[tuple[str, str]]:
     rows += [("note", note) for note in s.notes]
     if s.next:
         rows.append(("next", s.next.replace(s.run, shorten_path(s.run))))
-    return [(strip_control(name), strip_control(text)) for name, text in [(shorten_path(s.run), s.phase), *rows]]
+    lines = [f"{shorten_path(s.run)}: {s.phase}", *(f"  {name:10}  {text}" for name, text in rows)]
+    return "\n".join(map(strip_control, lines))
 
 
 def _job(s: Status) -> str:
@@ -236,15 +231,14 @@ def engine_table(views: EngineViews, now: float) -> str:
     Args:
         now: unix time.
     """
-    rows = [ENGINE_HEAD]
+    columns = [[head] for head in ENGINE_HEAD]
     for view in views.engines:
-        version = "-" if view.version is None else str(view.version)
-        rows.append((str(view.index), view.state, view.host, version, str(view.requests), str(view.restarts), view.why))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(ENGINE_HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if now - views.time > OLD:
-        lines.append(f"(as of {span(now - views.time)} ago)")
-    return "\n".join(lines)
+        version = "-" if view.version is None else view.version
+        row = (view.index, view.state, view.host, version, view.requests, view.restarts, view.why)
+        for column, value in zip(columns, row, strict=True):
+            column.append(str(value))
+    table = aligned(columns)
+    return table if now - views.time <= OLD else f"{table}\n(as of {span(now - views.time)} ago)"
 
 
 def engine_line(engines: Sequence[EngineView]) -> str:

@@ -1,4 +1,4 @@
-"""What a terminal is shown, drawn by rich: a table of runs, the page of one, and bars.
+"""What a terminal is shown, drawn by rich: a table of runs, the page of one that is watched, and bars.
 
 Importing this takes some 50 ms, so it is imported where there is a terminal.  Invariants: text is shown as it is, never
 read as rich's markup, and comes here without control characters; nothing that matters is cut on a narrow terminal: a
@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import Any, TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress import (
@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.report.run_status import Status
-from hpcrl.report.status_text import cells, facts
+from hpcrl.report.status_text import cells, page
 
 STYLES = {
     "running": "green", "saving": "green", "ending": "yellow",
@@ -72,18 +72,6 @@ def _cell(head: str, text: str) -> Text:
     return Text(text, style=STYLES.get(text, "") if head == "STATE" else "")
 
 
-def run_page(status: Status) -> RenderableType:
-    """All that is known of one run."""
-    (run, phase), *rows = facts(status)
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, min_width=10)
-    grid.add_column(overflow="fold")
-    for name, text in rows:
-        grid.add_row(Text(name), Text(text))
-    title = Text(f"{run}: ", overflow="fold").append(phase, STYLES.get(phase, ""))
-    return Group(title, Padding(grid, (0, 0, 0, 2), expand=False))
-
-
 class LivePage:
     """The page of one run, drawn over the one before; what is shown last stays.  A context."""
 
@@ -99,7 +87,7 @@ class LivePage:
 
     def show(self, status: Status) -> None:
         """Draw it as it is now."""
-        self._live.update(run_page(status), refresh=True)
+        self._live.update(Text(page(status), overflow="fold"), refresh=True)
 
 
 class _BarAndNumbers(Progress):

@@ -50,15 +50,6 @@ def test_a_long_name_goes_on_in_the_next_line(tmp_path: Path) -> None:
     assert "".join(line.split()[0] for line in lines[1:3]) == f"runs/{name}", lines
 
 
-@pytest.mark.parametrize("columns", [80, 40])
-def test_the_page_of_a_run_wraps(tmp_path: Path, columns: int) -> None:
-    message = "engine-0: CUDA out of memory on node17; lower --vllm-gpu-memory-utilization, or use more engines"
-    make(tmp_path / "runs/a", phase="failed", message=message)
-    status, lines = show([*HPCRL, "status", "a"], columns, tmp_path)
-    assert status == 0 and lines[0] == "runs/a: failed"
-    assert message.replace(" ", "") in "".join(line[12:] for line in lines).replace(" ", "")
-
-
 @pytest.mark.parametrize("command", [["status"], ["status", "a"], ["watch", "a"]])
 def test_nothing_that_a_run_says_is_obeyed(tmp_path: Path, command: list[str]) -> None:
     root = make(tmp_path / "runs/a", phase="failed")
