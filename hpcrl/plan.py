@@ -141,11 +141,11 @@ class Plan(msgspec.Struct, frozen=True):
         for host in self.trainer_hosts:
             ranks = self.ranks_on(host)
             rows.append(
-                ("trainer", _range(ranks), host, _range([s for rank in ranks for s in self.trainers[rank].slots]))
+                ("trainer", folded(ranks), host, folded([s for rank in ranks for s in self.trainers[rank].slots]))
             )
         for number, engine in enumerate(self.engines):
             for place in (engine, *engine.also):
-                rows.append(("engine", str(number), place.host, _range(place.slots)))
+                rows.append(("engine", str(number), place.host, folded(place.slots)))
         rows += [("engine", str(len(self.engines) + n), address, "external") for n, address in enumerate(self.external)]
         rows.append(("rollout", "0", self.rollout.host, "-"))
         rows += [("sandbox", str(number), place.host, "-") for number, place in enumerate(self.sandboxes)]
@@ -182,7 +182,7 @@ def visible_devices(
     if own is not None:
         raise UsageError(
             f"CUDA_VISIBLE_DEVICES={inherited} holds {len(names)} GPUs bound to this task, {len(own)} are needed: slots"
-            f" {_range(own)} of the plan",
+            f" {folded(own)} of the plan",
             "let each task see all GPUs of its node: --gpus-per-node without --gpus-per-task, --gpu-bind=none",
         )
     raise UsageError(
@@ -198,7 +198,7 @@ def socket_names(place: Location) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": f"={place.interface}"}
 
 
-def _range(numbers: Iterable[int]) -> str:
+def folded(numbers: Iterable[int]) -> str:
     """0-3,6: ascending numbers, runs of them folded."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from hpcrl.plan import folded
 from hpcrl.report.run_status import span
 from hpcrl.report.sample_records import Look, Record, Trained
 
@@ -249,14 +250,8 @@ def after_steps(done: int) -> str:
 
 
 def numbers(steps: Sequence[int]) -> str:
-    """Ascending numbers in a few words: `0 to 15, 20`; the first and the last of those that are too many to list."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], step]
-        else:
-            runs.append([step])
-    words = [" to ".join(map(str, run)) for run in runs]
+    """Ascending numbers in a few words: `0-15, 20`; the first and the last of those that are too many to list."""
+    words = folded(steps).split(",")
     return ", ".join(words if len(words) <= LISTED else [*words[: LISTED // 2], "...", *words[-LISTED // 2 :]])
 
 
