@@ -33,7 +33,7 @@ from hpcrl.config.stage_flags import flags_of, split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
-from hpcrl.report.metrics import read_metrics
+from hpcrl.report.metrics import evaluated, read_metrics
 from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.rundir import TRACKER
 from hpcrl.utils.untrusted_files import as_given, read_regular
@@ -91,29 +91,22 @@ def evaluate(argv: list[str]) -> int:
 
 def found(root: Path) -> list[str]:
     """The results of an evaluation, a line a set."""
-    rows = [row for row in read_metrics(root / "metrics.jsonl") if any(key.startswith("eval/") for key in row)]
-    if not rows:
-        return []
+    rows = [row for row in read_metrics(root / "metrics.jsonl") if evaluated(row)]
+    sets: dict[str, dict[str, float]] = {}
+    for key, value in rows[-1].items() if rows else ():
+        if key.startswith("eval/"):
+            name, _, what = key.removeprefix("eval/").partition("/")
+            sets.setdefault(name, {})[what] = value
     lines = []
-    for name in sorted({key.split("/")[1] for key in rows[-1] if key.startswith("eval/")}):
-        values = {
-            key.removeprefix(f"eval/{name}/"): value
-            for key, value in rows[-1].items()
-            if key.startswith(f"eval/{name}/")
-        }
-        more = [f"{key} {values[key]:.3f}" for key in sorted(values, key=_order) if "@" in key]
+    for name, values in sorted(sets.items()):
         ci = f"({values['ci_low']:.3f} to {values['ci_high']:.3f})" if values.get("ci_low") is not None else ""
         parts = [f"{values['accuracy']:.3f} {ci}".strip()] if "accuracy" in values else []
-        parts += [*more, *([f"truncated {values['truncated_ratio']:.3f}"] if "truncated_ratio" in values else [])]
+        parts += [f"{what} {value:.3f}" for what, value in values.items() if "@" in what]
+        parts += [f"truncated {values['truncated_ratio']:.3f}"] if "truncated_ratio" in values else []
         parts += [f"{values['n']:.0f} responses"] if "n" in values else []
-        parts = parts or [f"{key} {value:.3f}" for key, value in sorted(values.items())]  # a custom function's
+        parts = parts or [f"{what} {value:.3f}" for what, value in sorted(values.items())]  # a custom function's
         lines.append(f"{name}: {', '.join(parts)}")
     return lines
-
-
-def _order(name: str) -> tuple[str, int]:
-    kind, _, number = name.partition("@")
-    return kind, int(number) if number.isdecimal() else 0
 
 
 # ---- what is evaluated

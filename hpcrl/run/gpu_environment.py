@@ -81,38 +81,37 @@ def _network(w: Where) -> dict[str, str]:
 HOST = "pinned_max_cached_size_mb:64"
 BOTH: tuple[Role, ...] = ("trainer", "engine")
 TABLE: tuple[Variable, ...] = (
+    # Not without tensor or context parallelism: expert parallelism and the reduction of gradients overlap GEMMs only
+    # with several queues.
     Variable(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         ("trainer",),
         _one_queue,
-        "one hardware queue, so that kernels start in the order of their launch: Megatron counts on it to start the "
-        "collectives of tensor and context parallelism before the GEMMs that hide them. Not without these: expert "
-        "parallelism and the reduction of gradients overlap GEMMs only with several queues",
+        "one hardware queue starts the collectives of tensor and context parallelism before the GEMMs that hide them",
     ),
+    # Blocks of fixed segments that fitted one micro-batch stay unused in the next; a trainer that shares its GPU gives
+    # whole segments back (not with --nccl-ub, which registers memory where it is).  Not for engines: vLLM has its own
+    # pools.
     Variable(
         "PYTORCH_ALLOC_CONF",
         ("trainer",),
         lambda w: HOST if w.options.megatron.get("nccl_ub") else f"expandable_segments:True,{HOST}",
-        "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one stay unused in "
-        "the next; a trainer that shares its GPU gives whole segments back (not with --nccl-ub, which registers "
-        "memory where it is). Pinned host memory is rounded to powers of two up to 64 MiB alone, not the buffers of "
-        "a model, which would take up to twice their size. Not for engines: vLLM has its own pools",
+        "segments that grow hold micro-batches of any length; large buffers in host memory are not rounded up",
         also=("PYTORCH_CUDA_ALLOC_CONF",),
     ),
     Variable(
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
         ("trainer",),
         lambda w: "1" if w.options.megatron.get("fp8_recipe") == "blockwise" else None,
-        "blocks of --fp8-recipe blockwise get scales in fp32, as the 128 x 128 FP8 checkpoints have that engines "
-        "serve, instead of Transformer Engine's powers of two",
+        "--fp8-recipe blockwise: scales in fp32, as in FP8 checkpoints, not Transformer Engine's powers of two",
     ),
+    # For both roles: they have a communicator in common, for the weights, and NCCL does not reconcile what its ranks
+    # were told; they would wait for ever.
     Variable(
         "NCCL_ALGO",
         BOTH,
         _deterministic("Ring"),
-        "--deterministic-mode: one algorithm, and so one order of summing, whatever the size. For both roles: they "
-        "have a communicator in common, for the weights, and NCCL does not reconcile what its ranks were told; they "
-        "would wait for ever",
+        "--deterministic-mode: one algorithm, and so one order of summing, whatever the size",
     ),
     Variable(
         "CUBLAS_WORKSPACE_CONFIG", ("trainer",), _deterministic(":4096:8"), "--deterministic-mode: cuBLAS asks for it"
@@ -127,8 +126,7 @@ TABLE: tuple[Variable, ...] = (
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
         ("trainer",),
         lambda w: "1",
-        "torch.load reads plain values wherever it is called, Megatron's checkpoints and what ranks send one another "
-        "included",
+        "torch.load reads plain values wherever it is called, also of Megatron's checkpoints and between ranks",
     ),
     Variable(
         "VLLM_BATCH_INVARIANT",
@@ -152,8 +150,7 @@ TABLE: tuple[Variable, ...] = (
         "OMP_NUM_THREADS",
         BOTH,
         lambda w: None if w.threads is None else str(w.threads),
-        "each of a host's processes would take all of its cores: 1, or a share of the cores where the CPU does Adam's "
-        "work or the engine computes on it",
+        "each process would take all cores of its host; it has one, or a share where Adam or the engine is on the CPU",
     ),
 )
 

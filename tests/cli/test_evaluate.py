@@ -148,9 +148,10 @@ def test_the_results_are_lines(tmp_path: Path) -> None:
         "eval/a/ci_low": 0.25,
         "eval/a/ci_high": 0.75,
         "eval/a/n": 8,
+        "eval/a/majority@16": 0.5,
         "eval/a/pass@1": 0.5,
     }
-    row |= {"eval/a/pass@16": 1.0, "eval/a/pass@2": 0.75, "eval/a/truncated_ratio": 0.0, "eval/a/majority@16": 0.5}
+    row |= {"eval/a/pass@2": 0.75, "eval/a/pass@16": 1.0, "eval/a/truncated_ratio": 0.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert found(tmp_path) == [
         "a: 0.500 (0.250 to 0.750), majority@16 0.500, pass@1 0.500, pass@2 0.750, pass@16 1.000, truncated 0.000, 8 "

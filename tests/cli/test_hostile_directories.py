@@ -22,9 +22,9 @@ from hpcrl.launch.attempts.progress import check_headway, position
 from hpcrl.launch.broken_hosts import broken_hosts
 from hpcrl.launch.node_checks.all_nodes import REPORT, gather
 from hpcrl.launch.node_checks.records import ALL, NodeRecord, all_records
+from hpcrl.plan import Host
 from hpcrl.report.page.one_run import recipe_text
-from hpcrl.report.run_files import StageFiles
-from hpcrl.report.timeline.node_hours import hosts_of
+from hpcrl.report.run_files import load_json
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.run.engine_files import EngineReports, read_views
 from hpcrl.run.peers import EnginePeer, PublishedRecords, find
@@ -128,14 +128,10 @@ def test_who_looks_at_it_is_neither_stopped_nor_misled(
         assert "Traceback" not in text
 
 
-def stage_of(root: Path) -> StageFiles:
-    return StageFiles(root, "")
-
-
 #: file in a run (or another) directory -> what reads it
 READERS: dict[str, Callable[[Path], object]] = {
     "attempts/0/engines.json": lambda root: read_views(root / "attempts" / "0"),
-    "attempts/0/hosts.json": lambda root: list(hosts_of(stage_of(root), 0, None)),
+    "attempts/0/hosts.json": lambda root: load_json(root / "attempts/0/hosts.json", list[Host], []),
     "attempts/0/hosts/a.json": lambda root: probe.gather(RunDir(root, 0), ["a"], 0.0),
     "attempts/0/peers/engine-0.json": lambda root: (
         find(RunDir(root, 0), EnginePeer),

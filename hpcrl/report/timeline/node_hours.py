@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hpcrl.plan import Host, Plan
-from hpcrl.report.run_files import Run, StageFiles, load_json
+from hpcrl.report.run_files import Run, load_json
 from hpcrl.report.timeline.reading import Recorded, Track
 from hpcrl.report.timeline.spans import (
     ATTEMPT,
@@ -37,7 +37,6 @@ from hpcrl.report.timeline.spans import (
     Cost,
 )
 from hpcrl.run.rundir import HOSTS
-from hpcrl.utils.untrusted_files import Damaged, read_json
 
 HOUR = 3_600_000_000  #: microseconds
 Work = Sequence[tuple[int, int, Cost]]  #: (begin, end, what is done), in microseconds, in any order
@@ -125,23 +124,14 @@ def node_hours(run: Run, recorded: Recorded) -> NodeHours:
             over = next((span for span in launcher.named(ATTEMPT) if told(span) == (name, number)), None)
             until = over.end if over else max([end, *(track.end for track in own)])
             end = max(end, until)
-            plan = load_json(stage.root / "attempts" / str(number) / "plan.json", Plan, run.notes)
-            for host, slots in hosts_of(stage, number, plan):
-                nodes[host] = max(slots, nodes.get(host, 0))
+            here = stage.root / "attempts" / str(number)
+            plan = load_json(here / "plan.json", Plan, run.notes)
+            for host in load_json(here / HOSTS, list[Host], run.notes) or ():  # what it held, in use or not
+                nodes[host.name] = max(host.slots, nodes.get(host.name, 0))
             kept = over.more.get("status") in ("finished", "stopped") if over else live
             attempts.append(_attempt(mark.begin, until, kept, plan, own, _next_start(tracks, number)))
         found.add(launcher.begin, end, nodes or {launcher.header.host: 0}, attempts)
     return found
-
-
-def hosts_of(stage: StageFiles, attempt: int, plan: Plan | None) -> Iterator[tuple[str, int]]:
-    """(host, slots) that an attempt held; those of its plan where nothing else is known."""
-    try:
-        hosts = read_json(stage.root / "attempts" / str(attempt) / HOSTS, list[Host])
-        yield from ((host.name, host.slots) for host in hosts)
-    except (OSError, Damaged):
-        for host in plan.hosts if plan else ():
-            yield host, plan.slots_on(host) if plan else 0
 
 
 # ---- one node
