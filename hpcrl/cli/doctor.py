@@ -9,7 +9,6 @@ behind but what the user asked for.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
@@ -48,7 +47,7 @@ from hpcrl.rollout.prompts import first_rows
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.check_results import Finding, failed
-from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import read_if_whole
 from hpcrl.utils.waiting import Deadline
 
 USAGE = """\
@@ -241,9 +240,8 @@ def nodes(case: Case, seconds: float) -> list[Finding]:
     directory = case.directory.parent / f".hpcrl-doctor-{time.strftime('%H%M%S')}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, mode=0o700)
-        return run_job(
-            job(case, directory), directory, partial(_result, directory), Deadline(seconds), "looks at the nodes"
-        )
+        result = partial(read_if_whole, directory / "findings.json", list[Finding])
+        return run_job(job(case, directory), directory, result, Deadline(seconds), "looks at the nodes")
     except HpcrlError as error:
         return [Finding("fail", "", error.what, error.hint)]
     except OSError as error:
@@ -289,9 +287,3 @@ def _host_memory(options: Options) -> float:
 def _script(site: SiteProfile, request: AllocationRequest, directory: Path) -> str:
     title, module = "hpcrl doctor: looks at the nodes that a run would get", "hpcrl.launch.node_checks.all_nodes"
     return short_script("doctor", title, module, directory, site, request)
-
-
-def _result(directory: Path) -> list[Finding] | None:
-    with contextlib.suppress(OSError, Damaged):
-        return read_json(directory / "findings.json", list[Finding])
-    return None

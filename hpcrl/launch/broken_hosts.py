@@ -6,7 +6,6 @@ attempt failed; not for what other roles, or its kernel, have written.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import msgspec
 from hpcrl.plan import Plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import read_if_whole
 
 BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
 
@@ -42,6 +41,4 @@ def broken_hosts(root: Path) -> list[str]:
 
 
 def _broken(root: Path) -> dict[str, str]:
-    with contextlib.suppress(OSError, Damaged):
-        return read_json(root / BROKEN, dict[str, str])
-    return {}
+    return read_if_whole(root / BROKEN, dict[str, str]) or {}

@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from hpcrl.errors import DeadlineError, UsageError
-from hpcrl.run.peers import PublishedRecords, damaged_record
+from hpcrl.run.peers import PublishedRecords, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 from hpcrl.utils.waiting import Deadline
 
@@ -186,8 +186,8 @@ def gather(
     """
     reports = PublishedRecords(rundir.here / "hosts", HostReport)
     reports.wait(hosts, Deadline(seconds), 0.1, check)
-    for host, error in reports.damaged.items():
-        raise damaged_record(rundir.here / "hosts" / f"{host}.json", error) from error
+    for host in reports.damaged:
+        read_published(rundir.here / "hosts" / f"{host}.json", HostReport)  # PeerError
     silent = [host for host in hosts if host not in reports.found]
     if len(silent) > lacks:
         raise DeadlineError(

@@ -24,7 +24,7 @@ from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir
-from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import read_if_whole
 
 RECENT = 20  #: records that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save
@@ -80,11 +80,9 @@ def lost_hosts(rundir: RunDir | None, allocation: Allocation, until: float = flo
     if rundir is None:
         return {}
     file = rundir.here / HOSTS
-    try:
-        since, hosts = file.stat().st_mtime, read_json(file, list[Host])
-    except (OSError, Damaged):
+    if (hosts := read_if_whole(file, list[Host])) is None:
         return {}  # it had no hosts yet
-    found = allocation.failed([host.name for host in hosts], since, until)
+    found = allocation.failed([host.name for host in hosts], file.stat().st_mtime, until)
     return {name: f"host {name} was lost ({said})" for name, said in found.items()}
 
 
@@ -93,7 +91,7 @@ def explain_last_end(job: RunJob, allocation: Allocation) -> None:
 
     It may have been on that host; or the scheduler, which was faster, has ended it with the others.
     """
-    rundir, state = last_attempt(job), _state(job.root)
+    rundir, state = last_attempt(job), read_if_whole(job.root / STATE, JobState)
     if rundir is None or state is None or state.phase in ("requeued", "finished", "cancelled"):
         return
     if state.phase in ("failed", "stopped") and allocation.restarts <= state.restarts:
@@ -110,13 +108,6 @@ def explain_last_end(job: RunJob, allocation: Allocation) -> None:
     why = ", ".join(lost.values()) + (f" (first seen as: {first})" if first else "")
     rundir.correct(why)
     say(f"attempt {rundir.attempt} has ended: {why}")
-
-
-def _state(root: Path) -> JobState | None:
-    try:
-        return read_json(root / STATE, JobState)
-    except (OSError, Damaged):
-        return None
 
 
 # ---- a chain of jobs

@@ -24,7 +24,7 @@ from hpcrl.config.custom_functions import SNAPSHOT
 from hpcrl.errors import CodeError, HpcrlError
 from hpcrl.run.rundir import AttemptFailure, write_atomic
 from hpcrl.run.started_runs import LIVE, RECIPE
-from hpcrl.utils.untrusted_files import Damaged, read_json, read_regular
+from hpcrl.utils.untrusted_files import Damaged, read_if_whole, read_json, read_regular
 
 #: their names in a run directory
 CODE = "code"
@@ -62,10 +62,7 @@ def write_code_record(root: Path, record: CodeRecord) -> None:
 
 def read_code_record(root: Path) -> CodeRecord:
     """RUN/code.json; an empty record where there is none, or a damaged one: it is read to tell what has changed."""
-    try:
-        return read_json(root / RECORD, CodeRecord)
-    except (OSError, Damaged):
-        return CodeRecord()
+    return read_if_whole(root / RECORD, CodeRecord) or CodeRecord()
 
 
 def digest(path: Path) -> str:

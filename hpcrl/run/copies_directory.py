@@ -26,7 +26,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, listed, write_atomic, write_unread
 from hpcrl.run.scratch import PREFIX, SHARED, STAYING, Scratch, is_own_directory
 from hpcrl.run.storage_errors import describe
-from hpcrl.utils.untrusted_files import Damaged, read_json, touch
+from hpcrl.utils.untrusted_files import read_if_whole, touch
 
 COPIES = "HPCRL_COPIES"
 FIRST = "first-of-job"  #: a file in attempts/N
@@ -104,18 +104,15 @@ def _followed(root: Path) -> bool:
 
 def _owner(rundir: RunDir) -> CopiesOwner:
     """Whose the copies of this attempt are; of an attempt that does not say it: its own."""
-    first = rundir.attempt
-    with contextlib.suppress(OSError, Damaged):
-        first = read_json(rundir.here / FIRST, int)
-    return CopiesOwner(str(rundir.root.resolve()), first)
+    first = read_if_whole(rundir.here / FIRST, int)
+    return CopiesOwner(str(rundir.root.resolve()), rundir.attempt if first is None else first)
 
 
 def _have(owner: CopiesOwner) -> Scratch:
     """The directory that an earlier process of the same launcher has left, else a new one."""
     for name in sorted(listed(SHARED)):
-        if not name.startswith(f"{PREFIX}{STAYING}-") or (theirs := _owner_of(SHARED / name)) is None:
-            continue
-        if theirs.root == owner.root and (found := Scratch.taken_over(SHARED / name)) is not None:
+        theirs = read_if_whole(SHARED / name / OWNER, CopiesOwner) if name.startswith(f"{PREFIX}{STAYING}-") else None
+        if theirs and theirs.root == owner.root and (found := Scratch.taken_over(SHARED / name)) is not None:
             if theirs == owner:
                 return found
             found.remove()
@@ -132,9 +129,3 @@ def _have(owner: CopiesOwner) -> Scratch:
         made.remove()
         raise
     return made
-
-
-def _owner_of(path: Path) -> CopiesOwner | None:
-    with contextlib.suppress(OSError, Damaged):
-        return read_json(path / OWNER, CopiesOwner)
-    return None

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from hpcrl.errors import EXITED, HpcrlError
+from hpcrl.errors import EXITED
 from hpcrl.plan import Plan
 from hpcrl.run.attempt_log import lowered_settings
 from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import read_record
 
 if TYPE_CHECKING:  # it takes pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options
@@ -211,10 +211,4 @@ def read_views(here: Path) -> EngineViews | None:
     Raises:
         HpcrlError: if the file is damaged.
     """
-    path = here / VIEW
-    try:
-        return read_json(path, EngineViews)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, Damaged) as error:
-        raise HpcrlError(f"{path} is damaged, or of another version of hpcrl: {error}") from error
+    return read_record(here / VIEW, EngineViews)

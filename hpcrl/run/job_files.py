@@ -28,7 +28,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import read_if_whole, read_record
 from hpcrl.utils.waiting import LastSign
 
 STATE = "state.json"  #: its name in a run directory
@@ -165,11 +165,9 @@ def settle(root: Path, error: BaseException) -> None:
 
 def _left_to_judge(root: Path) -> JobState | None:
     """The state if it is this process's own and says that the run is at work: another's says so of another start."""
-    with contextlib.suppress(OSError, Damaged):
-        state = read_json(root / STATE, JobState)
-        if state.phase in WORKING and (state.host, state.pid) == (socket.gethostname(), os.getpid()):
-            return state
-    return None
+    state = read_if_whole(root / STATE, JobState)
+    mine = state and state.phase in WORKING and (state.host, state.pid) == (socket.gethostname(), os.getpid())
+    return state if mine else None
 
 
 # ---- job.json
@@ -248,14 +246,7 @@ def read_job(root: Path) -> JobFile:
     Raises:
         HpcrlError: names a damaged file.
     """
-    try:
-        return read_json(root / JOB, JobFile)
-    except FileNotFoundError:
-        return JobFile()
-    except (OSError, Damaged) as error:
-        raise HpcrlError(
-            f"{root / JOB} is damaged: {error}", "remove it, and give the run's script to Slurm again"
-        ) from error
+    return read_record(root / JOB, JobFile, "remove it, and give the run's script to Slurm again") or JobFile()
 
 
 # ---- RUN/stop and RUN/cancel
@@ -280,18 +271,12 @@ def forget_old_requests(root: Path, restarts: int, age: float) -> None:
     now = _changed(root / "lock")
     if (record := read_job(root)).queued and record.site is not None:
         age = max(age, now - _changed(root / JOB))
+    last = read_if_whole(root / STATE, JobState)  # of the launcher before, which may have ended by itself
     for name in (STOP, CANCEL):
         asked = _changed(root / name)
-        if _answered(root, asked) or (not restarts and asked < now - age):
+        answered = last is not None and last.phase in OVER and asked <= _changed(root / STATE)
+        if answered or (not restarts and asked < now - age):
             (root / name).unlink(missing_ok=True)
-
-
-def _answered(root: Path, asked: float) -> bool:
-    """Whether the launcher before has ended by itself after it was asked."""
-    try:
-        return read_json(root / STATE, JobState).phase in OVER and asked <= _changed(root / STATE)
-    except (OSError, Damaged):
-        return False
 
 
 def _changed(path: Path) -> float:

@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.utils.untrusted_files import MOST, Damaged, read_json
+from hpcrl.utils.untrusted_files import MOST, Damaged, read_json, read_record
 from hpcrl.utils.waiting import Deadline, Pauses, poll
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -180,19 +180,7 @@ def read_published(path: Path, kind: type[T]) -> T | None:
     Raises:
         PeerError: names a file that holds something else.
     """
-    try:
-        return read_json(path, kind)
-    except FileNotFoundError:
-        return None
-    except (OSError, Damaged) as error:
-        raise damaged_record(path, error) from error
-
-
-def damaged_record(path: Path, error: Exception) -> PeerError:
-    return PeerError(
-        f"{path} is damaged, or of another version of hpcrl: {error}",
-        "use one version on all hosts, and start the run again",
-    )
+    return read_record(path, kind, "use one version on all hosts, and start the run again", PeerError)
 
 
 def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:

@@ -27,7 +27,7 @@ from hpcrl.run.process import set_limits
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import WORDS, describe, remedy
 from hpcrl.utils.plain_text import strip_control
-from hpcrl.utils.untrusted_files import Damaged, read_json, read_regular
+from hpcrl.utils.untrusted_files import read_record, read_regular
 from hpcrl.utils.waiting import Deadline
 
 ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it
@@ -74,12 +74,9 @@ def read_plan(rundir: RunDir) -> Plan:
     Raises:
         HpcrlError: if the launcher has left no whole plan.
     """
-    try:
-        return read_json(rundir.plan_file, Plan)
-    except FileNotFoundError:
-        raise HpcrlError(f"{rundir.plan_file} is missing", "does this host see the run directory?") from None
-    except (OSError, Damaged) as error:
-        raise HpcrlError(f"{rundir.plan_file} is damaged, or of another version of hpcrl: {error}") from error
+    if (plan := read_record(rundir.plan_file, Plan)) is None:
+        raise HpcrlError(f"{rundir.plan_file} is missing", "does this host see the run directory?")
+    return plan
 
 
 def open_role(argv: list[str] | None = None) -> RoleContext:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.utils.untrusted_files import Damaged, read_json
+from hpcrl.utils.untrusted_files import read_if_whole
 
 PASSED_OVER = "passed-over.json"  #: its name in a stage's directory
 
@@ -30,10 +30,7 @@ class PassedOver(msgspec.Struct, frozen=True):
 
 def read_passed_over(directory: Path) -> list[PassedOver]:
     """The entries of a stage, in order; none if there are none, or they cannot be read."""
-    try:
-        return read_json(directory / PASSED_OVER, list[PassedOver])
-    except (OSError, Damaged):
-        return []
+    return read_if_whole(directory / PASSED_OVER, list[PassedOver]) or []
 
 
 def tell_passed_over(rundir: RunDir, text: str) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from hpcrl.errors import UsageError
 from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.untrusted_files import Damaged, as_given, read_json
+from hpcrl.utils.untrusted_files import as_given, read_record
 
 #: the names in a run directory
 RECIPE = "recipe.json"
@@ -72,14 +72,11 @@ def read_recipe_file(root: Path) -> RecipeFile:
     Raises:
         UsageError: if there is no run, or the file is damaged.
     """
-    if not is_run(root):
+    if (found := read_record(root / RECIPE, RecipeFile, "start the recipe again", UsageError)) is None:
         raise UsageError(
             f"{root} is not a run directory: it has no {RECIPE}", "name the directory that hpcrl run printed"
         )
-    try:
-        return read_json(root / RECIPE, RecipeFile)
-    except (OSError, Damaged) as error:
-        raise UsageError(f"{root / RECIPE} is damaged: {error}", "start the recipe again") from error
+    return found
 
 
 # ---- the runs of this user

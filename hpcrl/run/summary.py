@@ -11,9 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import OVER, RunDir, listed, write_atomic
-from hpcrl.utils.untrusted_files import Damaged, read_json, touch
+from hpcrl.utils.untrusted_files import read_record, touch
 
 SUMMARY = "summary.json"  #: its name in a stage's directory
 
@@ -58,15 +57,7 @@ def read_summary(directory: Path) -> Summary | None:
     Raises:
         HpcrlError: names a damaged file.
     """
-    path = directory / SUMMARY
-    try:
-        return read_json(path, Summary)
-    except FileNotFoundError:
-        return None
-    except (OSError, Damaged) as error:
-        raise HpcrlError(
-            f"{path} is damaged: {error}", "remove it, and the stage resumes from its last checkpoint"
-        ) from error
+    return read_record(directory / SUMMARY, Summary, "remove it, and the stage resumes from its last checkpoint")
 
 
 def summary_of(rundir: RunDir) -> Summary | None:
