@@ -13,7 +13,6 @@ import importlib
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from hpcrl.cli.options import facts
 from hpcrl.config.passthrough import dashed
@@ -21,23 +20,6 @@ from hpcrl.utils.arguments import Declared, Parser, declared
 
 SHELLS = ("bash", "zsh", "fish")
 _WORD = re.compile(r"[A-Za-z0-9._-]+")  #: a choice that no shell reads as anything else
-
-
-@dataclass(frozen=True)
-class Completed:
-    """What is proposed after one command.
-
-    Attributes:
-        flags: its own, each with its choices; those of the run's options that it takes alone among them.
-        words: subcommands, or choices of its first word.
-        options: whether it takes every option of a run.
-        of_a_run: whether it takes a run.
-    """
-
-    flags: dict[str, list[str]]
-    words: tuple[str, ...]
-    options: bool
-    of_a_run: bool
 
 
 def completion(argv: list[str], commands: Mapping[str, str], summary: str) -> int:
@@ -53,30 +35,33 @@ def completion(argv: list[str], commands: Mapping[str, str], summary: str) -> in
     return 0
 
 
-def completed(commands: Mapping[str, str], summary: str) -> dict[str, Completed]:
-    """What each command itself declares, and its help says of the words that it takes; a subcommand such as `engines
-    add` comes before its command."""
-    found: dict[str, Completed] = {}
+def completed(commands: Mapping[str, str]) -> dict[str, Declared]:
+    """What each command itself declares; a subcommand such as `engines serve` comes before its command."""
+    found: dict[str, Declared] = {}
     for name, place in commands.items():
         module, _, function = place.partition(":")
         of = getattr(importlib.import_module(module), function)
         takes = declared((lambda argv: completion(argv, {}, "")) if name == "completion" else of)
-        found |= {f"{name} {verb}": _completed(f"{name} {verb}", declared(of, verb), summary) for verb in takes.verbs}
-        found[name] = _completed(name, takes, summary)
+        found |= {f"{name} {verb}": _completed(declared(of, verb)) for verb in takes.verbs}
+        found[name] = _completed(takes)
     return found
 
 
-def _completed(name: str, takes: Declared, summary: str) -> Completed:
-    some = [f"--{dashed(option)}" for option in sorted(takes.options or ())]
-    flags = {flag: list(choices) for flag, choices in takes.flags.items()} | {flag: [] for flag in some}
+def _completed(takes: Declared) -> Declared:
+    """With --help, and those of the run's options that it takes alone, among its flags."""
+    some = {f"--{dashed(option)}": () for option in sorted(takes.options or ())}
+    return Declared({"--help": ()} | takes.flags | some, takes.words, takes.options)
+
+
+def takes_run(name: str, summary: str) -> bool:
+    """Whether the help says that a command takes a run."""
     usage = re.search(rf"hpcrl {name}\b(.*?)(?:  |;|>|$)", summary, re.MULTILINE)
-    of_a_run = bool(usage and re.search(r"\bRUN\b", usage[1]))
-    return Completed({"--help": []} | flags, takes.words, takes.options is None, of_a_run)
+    return bool(usage and re.search(r"\bRUN\b", usage[1]))
 
 
 def script(shell: str, commands: Mapping[str, str], summary: str) -> str:
     """What the shell reads."""
-    found = completed(commands, summary)
+    found = completed(commands)
     if shell == "fish":
         return _fish(found, summary)
     chosen = {f"*:{flag}": own for flag, own, _ in _flags() if own}
@@ -87,7 +72,7 @@ def script(shell: str, commands: Mapping[str, str], summary: str) -> str:
         "@OPTIONS@": " ".join(flag for flag, _, _ in _flags()),
         "@OWN@": "\n".join(
             f'        {_pattern(name)}) own="{" ".join(each.flags)}" first="{" ".join(each.words)}"'
-            f" options={int(each.options)} run={int(each.of_a_run)} ;;"
+            f" options={int(each.options is None)} run={int(takes_run(name, summary))} ;;"
             for name, each in found.items()
         ),
         "@CHOICES@": "\n".join(f'        {which}) values="{" ".join(own)}" ;;' for which, own in chosen.items()),
@@ -153,7 +138,7 @@ complete -o filenames -F _hpcrl hpcrl
 """
 
 
-def _fish(found: Mapping[str, Completed], summary: str) -> str:
+def _fish(found: Mapping[str, Declared], summary: str) -> str:
     """One `complete` for each command, and for each of its flags; a subcommand has its own."""
     rows = [re.match(r"  hpcrl (\w+)\b.*?  +(\S.*)", line) for line in summary.splitlines()]
     said = {row[1]: row[2] for row in reversed(rows) if row}
@@ -165,13 +150,16 @@ def _fish(found: Mapping[str, Completed], summary: str) -> str:
     for name, each in found.items():
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
         of = f"complete -c hpcrl -n '{seen}'"
-        flags = [*(_flags() if each.options else ()), *((flag, choices, "") for flag, choices in each.flags.items())]
+        flags = [
+            *(_flags() if each.options is None else ()),
+            *((flag, choices, "") for flag, choices in each.flags.items()),
+        ]
         for flag, choices, text in flags:
             values = f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
             quoted = text[:80].replace("\\", "\\\\").replace("'", "\\'")  # fish escapes both within quotes
             lines.append(f"{of} -l {flag.removeprefix('--')}{values} -d '{quoted}'")
         if each.words:
             lines.append(f"{of} -a {shlex.quote(' '.join(each.words))}")
-        if each.of_a_run:
+        if takes_run(name, summary):
             lines.append(f"{of} -a '(test -d runs; and ls runs)'")
     return "\n".join([*lines, ""])

@@ -35,8 +35,9 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
 from hpcrl.report.metrics import evaluated, read_metrics
 from hpcrl.run.owners import refuse_foreign
-from hpcrl.run.rundir import TRACKER
-from hpcrl.utils.untrusted_files import as_given, read_regular
+from hpcrl.run.role import read_options
+from hpcrl.run.rundir import TRACKER, RunDir
+from hpcrl.utils.untrusted_files import as_given
 
 USAGE = """\
 usage: hpcrl eval [RECIPE.toml] [--load CHECKPOINT] [--option value ...] [--dry-run]
@@ -180,7 +181,7 @@ def _of_checkpoint(what: Path, overrides: Mapping[str, Any]) -> Recipe:
         values: dict[str, Any] = {}
     else:
         refuse_foreign(run)  # its options name functions, variables and engines' settings
-        values = _changed(run / "options.json")
+        values = _changed(read_options(RunDir(run)))
         if folder == run or folder == run.parent:
             folder = Path(values.get("save") or run / "checkpoints")
     values |= {"load": str(folder)} | ({"ckpt_step": int(step[1])} if step else {})
@@ -190,16 +191,8 @@ def _of_checkpoint(what: Path, overrides: Mapping[str, Any]) -> Recipe:
     return _recipe(name, what, (), values, overrides)
 
 
-def _changed(path: Path) -> dict[str, Any]:
-    """What an options.json says otherwise than the defaults.
-
-    Raises:
-        UsageError: if it cannot be read.
-    """
-    try:
-        said = Options.model_validate_json(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}", "name its checkpoint, and give --hf-checkpoint") from error
+def _changed(said: Options) -> dict[str, Any]:
+    """What options say otherwise than the defaults."""
     defaults = {name: field.get_default(call_default_factory=True) for name, field in Options.model_fields.items()}
     plain = json.loads(said.model_dump_json())
     return {name: value for name, value in plain.items() if getattr(said, name) != defaults[name]}

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcrl.cli.find_run import Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.page.comparison import MOST, Compared, comparison, names_of
-from hpcrl.report.page.one_run import page, recipe_text
+from hpcrl.report.page.one_run import page
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.node_hours import node_hours
 from hpcrl.report.timeline.reading import read_run, trace
@@ -78,7 +78,7 @@ def _several(words: Sequence[str]) -> list[Run]:
 
 def run_page(run: Run) -> str:
     """The page of one run, as it is now."""
-    return page(run, look_at_run(run), read_run(run), recipe_text(run.root))
+    return page(run, look_at_run(run), read_run(run))
 
 
 def _compared_page(runs: Sequence[Run]) -> str:

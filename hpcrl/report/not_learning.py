@@ -6,7 +6,7 @@ Invariant: a line needs WINDOW steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,10 @@ def failed_gradings(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     counts: dict[str, float] = {}
     last: dict[str, tuple[int, str | None]] = {}
     for row in rows:
-        for held_out, failed in _failures(row):
+        for name, failed in row.items():
+            if not (match := _COUNT.fullmatch(name)) or not number(failed) or failed <= 0:
+                continue
+            held_out = match[1]
             what = "rollout" if held_out is None else "evaluation"
             counts[what] = counts.get(what, 0.0) + failed
             last[what] = (row["rollout_id"] + (held_out is not None), held_out)
@@ -44,13 +47,6 @@ def failed_gradings(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
         worth = "trained nothing" if what == "rollout" else "counted as reward 0"
         lines.append(f"{counts[what]:.0f} {what} {few} failed{since} and {worth}{f' ({reason})' if reason else ''}")
     return lines
-
-
-def _failures(row: dict[str, Any]) -> Iterator[tuple[str | None, float]]:
-    """(held-out set, or None for a rollout, failures) of each count of a record that is not 0."""
-    for name, value in row.items():
-        if (match := _COUNT.fullmatch(name)) and number(value) and value > 0:
-            yield match[1], value
 
 
 def _reason(stage: Path, step: int, held_out: str | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -159,18 +159,16 @@ def read_attempts(stage: Path) -> list[Fact]:
         data = read_regular(stage / ATTEMPTS)
     except OSError:
         return []
-    return list(_parsed(data))
+    found: list[Fact] = []
+    for line in data.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=Fact))
+    return found
 
 
 def lowered_settings(stage: Path) -> list[LoweredRecord]:
     """What was lowered after out-of-memory errors, in order."""
     return [event for event in read_attempts(stage) if isinstance(event, LoweredRecord)]
-
-
-def _parsed(data: bytes) -> Iterator[Fact]:
-    for line in data.splitlines():
-        with contextlib.suppress(msgspec.DecodeError):
-            yield msgspec.json.decode(line, type=Fact)
 
 
 def faults_of(events: Sequence[Fact]) -> list[Fault]:

@@ -23,8 +23,7 @@ from hpcrl.launch.broken_hosts import broken_hosts
 from hpcrl.launch.node_checks.all_nodes import REPORT, gather
 from hpcrl.launch.node_checks.records import ALL, NodeRecord, all_records
 from hpcrl.plan import Host
-from hpcrl.report.page.one_run import recipe_text
-from hpcrl.report.run_files import load_json
+from hpcrl.report.run_files import Run, load_json
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.run.engine_files import EngineReports, read_views
 from hpcrl.run.peers import EnginePeer, PublishedRecords, find
@@ -141,7 +140,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "headway.json": lambda root: check_headway(root, 1),
     "checkpoints/latest_checkpointed_iteration.txt": position,
     "options.json": lambda root: read_options(RunDir(root, 0)),
-    "recipe.toml": recipe_text,
+    "recipe.toml": lambda root: Run(root).planned,
     "ledger/attempt-0.jsonl": account,
     "timeline/trainer-0.jsonl": lambda root: read_tracks(root / "timeline/trainer-0.jsonl", 0),
     "results/loss.json": lambda root: Results(root).read(),

@@ -7,9 +7,9 @@ length of the run.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from hpcrl.report.closing_line import held_out, remarks
@@ -28,6 +28,7 @@ from hpcrl.report.timeline.node_hours import NodeHours, node_hours
 from hpcrl.report.timeline.reading import Recorded, Track
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
 from hpcrl.run.attempt_log import Fault
+from hpcrl.run.started_runs import COPY
 from hpcrl.utils.untrusted_files import read_regular
 
 #: tracks in a picture; steps in the closer one; samples of each kind
@@ -38,12 +39,11 @@ EARLIER = 8  #: steps before the last that samples are shown of
 LONGEST = 20_000  #: characters of a prompt or a response that are shown
 
 
-def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
-    """The HTML of a run.
-
-    Args:
-        recipe: its text.
-    """
+def page(run: Run, status: Status, recorded: Recorded) -> str:
+    """The HTML of a run."""
+    recipe = None
+    with contextlib.suppress(OSError):
+        recipe = visible(read_regular(run.root / COPY).decode(errors="replace"))
     spent = node_hours(run, recorded)
     shown = views(recorded, [fault for stage in run.stages for fault in stage.faults])
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
@@ -61,7 +61,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
         hours_note=hours_note(spent),
         samples=list(samples(run)),
         ran=how_it_ran(run),
-        recipe=None if recipe is None else visible(recipe),
+        recipe=recipe,
     )
 
 
@@ -220,11 +220,3 @@ def as_fields(look: Look) -> dict[str, Any]:
 
 def _short(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text) - LONGEST} characters more)"
-
-
-def recipe_text(root: Path) -> str | None:
-    """The recipe's own text, or None."""
-    try:
-        return read_regular(root / "recipe.toml").decode(errors="replace")
-    except OSError:
-        return None
