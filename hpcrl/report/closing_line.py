@@ -6,7 +6,6 @@ work on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.report.metrics import held_out_means, measure, read_metrics
 from hpcrl.report.not_learning import notes_of
 from hpcrl.report.sample_records import held_out_sets, steps_of
+from hpcrl.report.status_text import shorten_path
 from hpcrl.run.rundir import TRACKER
 
 
@@ -36,7 +36,7 @@ def closing_line(directory: Path, root: Path) -> str:
         directory: the stage whose evaluations count.
         root: the run.
     """
-    where, sets = _shown(root), held_out(directory)
+    where, sets = shorten_path(str(root)), held_out(directory)
     if not sets:
         return f"finished  {where}"
     shown = {
@@ -58,7 +58,7 @@ def what_next(options: Options, directory: Path, root: Path) -> Iterator[str]:
     Args:
         options, directory: of its last stage.
     """
-    run = _shown(root)
+    run = shorten_path(str(root))
     yield f"curves and costs:  hpcrl report {run}"
     if steps_of(directory):
         yield f"its samples:       hpcrl samples {run}"
@@ -67,8 +67,3 @@ def what_next(options: Options, directory: Path, root: Path) -> Iterator[str]:
     if (Path(options.save or directory / "checkpoints") / TRACKER).is_file():
         yield f"export the model:  hpcrl convert to-hf {run}"
         yield f"train on:          hpcrl resume {run} --num-rollout N"
-
-
-def _shown(root: Path) -> str:
-    where = os.path.relpath(root)
-    return str(root) if where.startswith("..") else where

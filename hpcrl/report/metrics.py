@@ -88,10 +88,7 @@ class MetricsLog:
 
     def evaluated(self, rollout_id: int) -> bool:
         """Whether an evaluation after `rollout_id`, or a later one, is logged."""
-        return any(
-            row["rollout_id"] >= rollout_id and any(k.startswith("eval/") for k in row)
-            for row in read_metrics(self.path)
-        )
+        return any(row["rollout_id"] >= rollout_id and evaluated(row) for row in read_metrics(self.path))
 
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Add one record; a number that is not finite is written as null.

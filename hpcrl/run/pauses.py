@@ -120,15 +120,11 @@ def hand_over(old: RunDir, new: RunDir, carried: CarriedOver) -> None:
         HpcrlError: if that cannot be written.
     """
     for index, incarnation in carried.engines.items():
-        _copy_record(old, new, index, incarnation)
+        here, there = (peer_file(rundir.here, EnginePeer, index, incarnation) for rundir in (old, new))
+        if (found := read_published(here, EnginePeer)) is not None:
+            write_atomic(there, msgspec.json.encode(found))
     write_atomic(new.here / CARRIED, msgspec.json.encode(carried))
     touch(old.here / AGAIN)
-
-
-def _copy_record(old: RunDir, new: RunDir, index: int, incarnation: int) -> None:
-    found = read_published(peer_file(old.here, EnginePeer, index, incarnation), EnginePeer)
-    if found is not None:
-        write_atomic(peer_file(new.here, EnginePeer, index, incarnation), msgspec.json.encode(found))
 
 
 def follow_log(log: Path, folder: Path) -> Path:

@@ -108,10 +108,11 @@ def sweep() -> list[Path]:
     """Remove what killed processes of this user have left in the temporary directory, SHORT and SHARED; what went."""
     gone = []
     for place in {Path(tempfile.gettempdir()), SHORT, SHARED}:
-        for path in _candidates(place):
-            if _abandoned(path):
-                _remove(path)
-                gone.append(path)
+        with contextlib.suppress(OSError):
+            for path in place.glob(f"{PREFIX}*"):
+                if is_own_directory(path) and _abandoned(path):
+                    _remove(path)
+                    gone.append(path)
     return gone
 
 
@@ -123,17 +124,6 @@ def swept() -> Iterator[None]:
         yield
     finally:
         sweep()
-
-
-def _candidates(place: Path) -> list[Path]:
-    try:
-        return [
-            Path(entry.path)
-            for entry in os.scandir(place)
-            if entry.name.startswith(PREFIX) and is_own_directory(Path(entry.path))
-        ]
-    except OSError:
-        return []
 
 
 def is_own_directory(path: Path) -> bool:

@@ -148,7 +148,7 @@ def test_summary_is_read_once_listed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     rundir = RunDir.create(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(summary, "read_json", lambda *_: pytest.fail("it asked for a file that is not there"))
+        patch.setattr(summary, "read_record", lambda *_: pytest.fail("it asked for a file that is not there"))
         assert summary.summary_of(rundir) is None
     summary.write_summary(rundir.root, summary.Summary("finished", rundir.attempt))
     assert summary.summary_of(rundir).finished

@@ -228,13 +228,9 @@ def lost_from(driver: Track | None, next_start: int | None) -> int | None:
 
 def _next_start(tracks: Sequence[Track], attempt: int) -> int | None:
     """The rollout from which the first later attempt resumed that came so far."""
-    later = [
-        track
-        for track in tracks
-        if track.role == "trainer" and track.header.index == 0 and (track.attempt or 0) > attempt
-    ]
-    for track in sorted(later, key=lambda track: track.attempt or 0):
-        if ready := track.named(READY):
+    drivers = [track for track in tracks if track.role == "trainer" and track.header.index == 0]
+    for track in sorted(drivers, key=lambda track: track.attempt or 0):
+        if (track.attempt or 0) > attempt and (ready := track.named(READY)):
             return int(ready[0].more.get("rollout_id", 0))
     return None
 
