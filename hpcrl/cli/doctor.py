@@ -45,9 +45,8 @@ from hpcrl.models.files.config_json import read_config
 from hpcrl.planning.memory.report import taken_on_host
 from hpcrl.rollout.prompts import first_rows
 from hpcrl.run.gpu_environment import gpus_are_here
-from hpcrl.run.rundir import write_atomic
+from hpcrl.run.rundir import read_if_whole, write_atomic
 from hpcrl.utils.check_results import Finding, failed
-from hpcrl.utils.untrusted_files import read_if_whole
 from hpcrl.utils.waiting import Deadline
 
 USAGE = """\

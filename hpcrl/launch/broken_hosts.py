@@ -13,8 +13,7 @@ import msgspec
 
 from hpcrl.plan import Plan
 from hpcrl.run.exit_status import hardware_words
-from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.utils.untrusted_files import read_if_whole
+from hpcrl.run.rundir import RunDir, read_if_whole, write_atomic
 
 BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
 

@@ -23,8 +23,7 @@ from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
 from hpcrl.run.role import read_plan
-from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir
-from hpcrl.utils.untrusted_files import read_if_whole
+from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir, read_if_whole
 
 RECENT = 20  #: records that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save

@@ -22,9 +22,9 @@ import msgspec
 
 from hpcrl.config.custom_functions import SNAPSHOT
 from hpcrl.errors import CodeError, HpcrlError
-from hpcrl.run.rundir import AttemptFailure, write_atomic
+from hpcrl.run.rundir import AttemptFailure, read_if_whole, write_atomic
 from hpcrl.run.started_runs import LIVE, RECIPE
-from hpcrl.utils.untrusted_files import Damaged, read_if_whole, read_json, read_regular
+from hpcrl.utils.untrusted_files import Damaged, read_json, read_regular
 
 #: their names in a run directory
 CODE = "code"

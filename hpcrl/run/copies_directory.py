@@ -23,10 +23,10 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import HpcrlError
-from hpcrl.run.rundir import RunDir, listed, write_atomic, write_unread
+from hpcrl.run.rundir import RunDir, listed, read_if_whole, write_atomic, write_unread
 from hpcrl.run.scratch import PREFIX, SHARED, STAYING, Scratch, is_own_directory
 from hpcrl.run.storage_errors import describe
-from hpcrl.utils.untrusted_files import read_if_whole, touch
+from hpcrl.utils.untrusted_files import touch
 
 COPIES = "HPCRL_COPIES"
 FIRST = "first-of-job"  #: a file in attempts/N

@@ -25,8 +25,7 @@ from hpcrl.plan import Plan
 from hpcrl.run.attempt_log import lowered_settings
 from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
-from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.utils.untrusted_files import read_record
+from hpcrl.run.rundir import RunDir, listed, read_record, write_atomic
 
 if TYPE_CHECKING:  # it takes pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options

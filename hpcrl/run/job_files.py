@@ -27,8 +27,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from hpcrl.errors import HpcrlError, Stopped
-from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.untrusted_files import read_if_whole, read_record
+from hpcrl.run.rundir import read_if_whole, read_record, write_atomic
 from hpcrl.utils.waiting import LastSign
 
 STATE = "state.json"  #: its name in a run directory

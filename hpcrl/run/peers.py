@@ -15,8 +15,8 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.utils.untrusted_files import MOST, Damaged, read_json, read_record
+from hpcrl.run.rundir import RunDir, listed, read_record, write_atomic
+from hpcrl.utils.untrusted_files import MOST, Damaged, read_json
 from hpcrl.utils.waiting import Deadline, Pauses, poll
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]

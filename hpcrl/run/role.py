@@ -24,10 +24,10 @@ from hpcrl.run.exit_status import out_of_memory
 from hpcrl.run.heartbeat import beating
 from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.process import set_limits
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import RunDir, read_record
 from hpcrl.run.storage_errors import WORDS, describe, remedy
 from hpcrl.utils.plain_text import strip_control
-from hpcrl.utils.untrusted_files import read_record, read_regular
+from hpcrl.utils.untrusted_files import read_regular
 from hpcrl.utils.waiting import Deadline
 
 ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it

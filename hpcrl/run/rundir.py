@@ -37,6 +37,7 @@ import shutil
 import time
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -44,6 +45,8 @@ from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.owners import refuse_foreign, refuse_replaceable
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
 from hpcrl.utils.untrusted_files import Damaged, as_given, count_of, make_parents, read_json, touch
+
+T = TypeVar("T")
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
@@ -135,6 +138,32 @@ def write_first(path: Path, data: bytes) -> bool:
         return False
     finally:
         beside.unlink(missing_ok=True)
+
+
+def read_if_whole(path: Path, kind: type[T]) -> T | None:
+    """A JSON file as `kind`; None if it is not there or cannot be read."""
+    try:
+        return read_json(path, kind)
+    except (OSError, Damaged):
+        return None
+
+
+def read_record(path: Path, kind: type[T], hint: str = "", error: type[HpcrlError] = HpcrlError) -> T | None:
+    """A JSON file that hpcrl has written, as `kind`; None if it is not there.
+
+    Args:
+        hint: what to do about a file that cannot be read.
+        error: raised then.
+
+    Raises:
+        HpcrlError: as `error` says, names the file.
+    """
+    try:
+        return read_json(path, kind)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, Damaged) as found:
+        raise error(f"{path} is damaged, or of another version of hpcrl: {found}", hint) from found
 
 
 def flush(path: Path) -> None:

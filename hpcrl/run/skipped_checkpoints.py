@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.run.rundir import RunDir, write_atomic
-from hpcrl.utils.untrusted_files import read_if_whole
+from hpcrl.run.rundir import RunDir, read_if_whole, write_atomic
 
 PASSED_OVER = "passed-over.json"  #: its name in a stage's directory
 

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from hpcrl.errors import UsageError
-from hpcrl.run.rundir import write_atomic
-from hpcrl.utils.untrusted_files import as_given, read_record
+from hpcrl.run.rundir import read_record, write_atomic
+from hpcrl.utils.untrusted_files import as_given
 
 #: the names in a run directory
 RECIPE = "recipe.json"

@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.run.rundir import OVER, RunDir, listed, write_atomic
-from hpcrl.utils.untrusted_files import read_record, touch
+from hpcrl.run.rundir import OVER, RunDir, listed, read_record, write_atomic
+from hpcrl.utils.untrusted_files import touch
 
 SUMMARY = "summary.json"  #: its name in a stage's directory
 

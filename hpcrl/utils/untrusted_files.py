@@ -19,8 +19,6 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from hpcrl.errors import HpcrlError
-
 MOST = 1 << 26  #: bytes of a file that is read whole, unless the reader says otherwise
 GIVEN = 1 << 24  #: bytes of a recipe, profile or hostfile
 SAMPLES = 1 << 37  #: bytes of a file with all samples of a rollout, or every event of a run
@@ -113,32 +111,6 @@ def read_json(path: Path, kind: type[T], *, strict: bool = True, most: int = MOS
         return msgspec.json.decode(data, type=kind, strict=strict)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Damaged(f"{error}" or type(error).__name__) from error
-
-
-def read_if_whole(path: Path, kind: type[T]) -> T | None:
-    """A JSON file as `kind`; None if it is not there or cannot be read."""
-    try:
-        return read_json(path, kind)
-    except (OSError, Damaged):
-        return None
-
-
-def read_record(path: Path, kind: type[T], hint: str = "", error: type[HpcrlError] = HpcrlError) -> T | None:
-    """A JSON file that hpcrl has written, as `kind`; None if it is not there.
-
-    Args:
-        hint: what to do about a file that cannot be read.
-        error: raised then.
-
-    Raises:
-        HpcrlError: as `error` says, names the file.
-    """
-    try:
-        return read_json(path, kind)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, Damaged) as found:
-        raise error(f"{path} is damaged, or of another version of hpcrl: {found}", hint) from found
 
 
 def parse_json(line: bytes | str) -> Any:
