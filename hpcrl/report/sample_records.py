@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hpcrl.report.run_files import entries
 from hpcrl.run.rundir import write_atomic
 from hpcrl.utils.untrusted_files import open_regular
 
@@ -113,7 +114,9 @@ def steps_of(stage: Path, held_out: str | None = None) -> list[int]:
     """The steps that there are samples of, ascending; of evaluations of the set `held_out` how many steps were done."""
     if held_out is not None:
         return sorted(step for name, step in _evaluations(stage) if name == held_out)
-    return sorted(int(match[1]) for name in _names(stage) if (match := re.fullmatch(r"(\d{8,})\.jsonl", name)))
+    return sorted(
+        int(match[1]) for name in entries(stage / "samples") if (match := re.fullmatch(r"(\d{8,})\.jsonl", name))
+    )
 
 
 def held_out_sets(stage: Path) -> list[str]:
@@ -127,16 +130,9 @@ _EVALUATION = re.compile(r"eval-(.+?)-(-1|\d{1,18})\.jsonl")
 
 def _evaluations(stage: Path) -> Iterator[tuple[str, int]]:
     """(held-out set, steps done) of every file of an evaluation's samples."""
-    for name in _names(stage):
+    for name in entries(stage / "samples"):
         if match := _EVALUATION.fullmatch(name):
             yield match[1], int(match[2]) + 1
-
-
-def _names(stage: Path) -> list[str]:
-    try:
-        return [path.name for path in (stage / "samples").iterdir()]
-    except OSError:
-        return []
 
 
 # ---- reading

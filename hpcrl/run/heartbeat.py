@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.run.rundir import listed
 from hpcrl.utils.untrusted_files import read_regular, read_system
 from hpcrl.utils.waiting import LastSign
 
@@ -127,7 +128,7 @@ class HeartbeatMonitor:
             for heard in self._heard.values():
                 heard.sign.heard()
         found = []
-        names = _names(self.folder)
+        names = sorted(name for name in listed(self.folder) if not name.startswith("."))
         self._heard = {name: heard for name, heard in self._heard.items() if name in names}
         for name in names:
             if (late := self._read_beat(name, passed)) and late.seconds > seconds:
@@ -166,10 +167,3 @@ def _at_work(pid: int) -> tuple[str, float]:
     except OSError:
         return "gone", 0.0
     return STATES.get(words[0], ""), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError:
-        return []

@@ -155,9 +155,7 @@ def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
         PeerError: names a file that holds something else.
     """
     path = peer_file(rundir.here, kind, index)
-    if path.name not in listed(path.parent):
-        return None
-    return read_published(path, kind)
+    return read_published(path, kind) if path.name in listed(path.parent) else None
 
 
 def newest(rundir: RunDir, kind: type[P], index: int) -> P | None:

