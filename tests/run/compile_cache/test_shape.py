@@ -52,7 +52,7 @@ def test_what_decides_compiled_code_is_in_the_shape(model: Path, monkeypatch: py
     (model / "config.json").write_text(json.dumps(CONFIG))
     for what, value in {
         "_lines": lambda path, names: ["flags : avx2"],
-        "_version": lambda package: "9.9",
+        "version": lambda package: "9.9",
         "gpu_kinds": lambda: ["Model: H100"],
     }.items():
         with monkeypatch.context() as patch:
