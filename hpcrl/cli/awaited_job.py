@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,19 +32,13 @@ from hpcrl.utils.waiting import Deadline, LastSign
 T = TypeVar("T")
 POLL = 1.0  #: seconds between two looks for the result
 
-Answer = tuple[QueuedJob | None, str]
-
 
 class AwaitedJob:
-    """What is known of the job.
+    """What is known of the job."""
 
-    Args:
-        ask: asks Slurm: (its word on the job, None if it does not say; why it does not).
-    """
-
-    def __init__(self, ask: Callable[[], Answer], last: Callable[[], LastSign] = LastSign) -> None:
-        self._ask = ask
-        self._asked = last()
+    def __init__(self, job: JobKey) -> None:
+        self._job = job
+        self._asked = LastSign()
         self._ended = 0
         self.word: QueuedJob | None = None
         self.note = ""
@@ -55,7 +48,8 @@ class AwaitedJob:
         """Whether it has ended, as two answers one after the other have it: the first may be a mistake, and the files
         of a job that has ended have time to show."""
         if self._ended < 2 and self._asked.due(ASK):
-            word, self.note = self._ask()
+            answer = query_jobs([self._job])
+            word, self.note = answer.jobs.get(self._job), answer.note
             self.word = word or self.word
             self._ended = self._ended + 1 if word and word.phase in ("ended", "gone") else 0
         return self._ended > 1
@@ -98,7 +92,7 @@ def run_job(script: str, directory: Path, result: Callable[[], T | None], deadli
     write_atomic(directory / "job.sh", script.encode())
     job = JobKey(send_script(directory / "job.sh"), "", time.time(), history=False)
     print(f"hpcrl: job {job.job_id} {does}", file=sys.stderr)
-    awaited = AwaitedJob(partial(_ask, job))
+    awaited = AwaitedJob(job)
     try:
         while (found := result()) is None:
             if awaited.over:
@@ -120,8 +114,3 @@ def _lost(job: JobKey, log: Path) -> HpcrlError:
         return HpcrlError(f"job {job.job_id} ended without writing into {log.parent}", hint)
     said = last_line(end_of_text(log))
     return HpcrlError(f"job {job.job_id} ended without a result: {said}", "see setup, modules and python of the site")
-
-
-def _ask(job: JobKey) -> Answer:
-    answer = query_jobs([job])
-    return answer.jobs.get(job), answer.note

@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from hpcrl.cli.plan import preview
 from hpcrl.cli.recipe_argument import choose_recipe
 from hpcrl.cli.submit import OWN as SUBMIT
-from hpcrl.cli.submit import USAGE as SUBMIT_USAGE
 from hpcrl.cli.submit import submit_recipe
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
@@ -73,7 +72,7 @@ def evaluate(argv: list[str]) -> int:
     """The command."""
     overrides, own, words = parse_flags(argv, SUBMIT | {"submit": Kind("bool")})
     if "print" in own:
-        raise UsageError("--print has no effect here", f"see hpcrl submit --help:\n{SUBMIT_USAGE}")
+        raise UsageError("--print has no effect here", "--dry-run prints the script")
     recipe, overrides = recipe_for(Path(choose_recipe(words, None, "hpcrl eval")), overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if own.pop("submit", False) or own.keys() - {"dry-run"}:

@@ -13,20 +13,9 @@ from typing import NamedTuple
 
 from hpcrl.cli.find_run import find_run
 from hpcrl.errors import UsageError
+from hpcrl.report import sample_view as view
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.sample_records import Look, Reading, held_out_sets, read_looks, steps_of
-from hpcrl.report.sample_view import (
-    Line,
-    Which,
-    Word,
-    after_steps,
-    choose,
-    numbers,
-    pair_lines,
-    pairs,
-    sample_lines,
-    summary_line,
-)
 from hpcrl.report.status_text import on_terminal
 from hpcrl.utils.arguments import RUN, Parser
 from hpcrl.utils.plain_text import strip_control
@@ -49,7 +38,7 @@ class StepSamples(NamedTuple):
 
     @property
     def title(self) -> str:
-        return f"evaluation {self.held_out} {after_steps(self.step)}" if self.held_out else f"step {self.step}"
+        return f"evaluation {self.held_out} {view.after_steps(self.step)}" if self.held_out else f"step {self.step}"
 
     def looks(self, reading: Reading) -> Iterator[Look]:
         return read_looks(self.stage.root, self.step, self.held_out, reading)
@@ -139,7 +128,7 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
     if not every:
         raise UsageError(f"{shown} has no samples yet", "see hpcrl status")
     what = f"step {step}" if held_out is None else f"an evaluation {held_out} after {step} steps"
-    raise UsageError(f"{shown} has no samples of {what}", f"there are {numbers(every)}")
+    raise UsageError(f"{shown} has no samples of {what}", f"there are {view.numbers(every)}")
 
 
 def _inside(word: str) -> Path | None:
@@ -148,10 +137,10 @@ def _inside(word: str) -> Path | None:
     return as_given(path) if (path / "options.json").exists() and not (path / "recipe.json").exists() else None
 
 
-def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:
+def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[view.Line]:
     place = _place(run, args.run, args.step, args.eval, _inside(args.run))
-    which: Which = args.which
-    found = choose(place.looks(reading), which, args.count, args.group)
+    which: view.Which = args.which
+    found = view.choose(place.looks(reading), which, args.count, args.group)
     if not found:
         what = (
             f"group {args.group}"
@@ -160,22 +149,22 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
             if which == "truncated"
             else "samples"
         )
-        yield (Word(f"{place.title} has no {what}"),)
+        yield (view.Word(f"{place.title} has no {what}"),)
     for look in found:
-        yield from sample_lines(look, f"{place.title}, ", args.transcript)
+        yield from view.sample_lines(look, f"{place.title}, ", args.transcript)
 
 
-def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:
+def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[view.Line]:
     first, second = (_named(run, word, args) for word in args.diff)
-    found = pairs(first.looks(reading), second.looks(reading))
+    found = view.pairs(first.looks(reading), second.looks(reading))
     names = (first.name, second.name)
     if not found:
         hint = "compare an evaluation, with the same prompts each time: --eval NAME" if not args.eval else ""
         raise UsageError(f"{names[0]} and {names[1]} have no prompt in common", hint)
-    yield summary_line(found, names)
+    yield view.summary_line(found, names)
     yield ()
     for pair in found[: args.count]:
-        yield from pair_lines(pair, names)
+        yield from view.pair_lines(pair, names)
 
 
 def _named(run: Run, word: str, args: argparse.Namespace) -> StepSamples:
@@ -192,7 +181,7 @@ def _named(run: Run, word: str, args: argparse.Namespace) -> StepSamples:
 # ---- on the screen
 
 
-def show(lines: Iterable[Line]) -> None:
+def show(lines: Iterable[view.Line]) -> None:
     """Print them: in colour on a terminal, plain elsewhere."""
     if not on_terminal(sys.stdout):
         for line in lines:

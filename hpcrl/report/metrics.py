@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -205,12 +206,6 @@ def evaluated(row: dict[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in row)
 
 
-def waited_for(row: dict[str, Any]) -> bool:
-    """Whether the record is of an evaluation that the trainer has waited for: one during the training names its policy
-    version."""
-    return evaluated(row) and not any(name.startswith("eval/") and name.endswith("/policy_version") for name in row)
-
-
 def step_time(rows: list[dict[str, Any]]) -> float | None:
     """Median seconds of the last steps, or None if none is known.
 
@@ -233,7 +228,9 @@ def pauses(rows: list[dict[str, Any]], kind: Callable[[int], object]) -> dict[ob
             pause = after["time"] - before["time"] - after["perf/step_time"]
             found.setdefault(kind(before["rollout_id"] + 1), []).append(max(0.0, pause))
     for row in rows:  # an evaluation's record tells as well, and the last one has no step after it
-        own = [step for step in steps if step["rollout_id"] == row["rollout_id"]] if waited_for(row) else []
+        # one that the trainer has not waited for names its policy version
+        waited = evaluated(row) and not any(re.fullmatch(r"eval/.*/policy_version", name) for name in row)
+        own = [step for step in steps if waited and step["rollout_id"] == row["rollout_id"]]
         if own and number(row.get("time")):
             found.setdefault(kind(row["rollout_id"] + 1), []).append(max(0.0, row["time"] - own[0]["time"]))
     return {what: median(times[-WINDOW:]) for what, times in found.items()}

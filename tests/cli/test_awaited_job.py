@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from hpcrl.cli.awaited_job import AwaitedJob
+import pytest
+
+from hpcrl.cli import awaited_job
 from hpcrl.cli.find_run import ASK
-from hpcrl.run.queued_job import QueuedJob
+from hpcrl.run.queued_job import JobKey, QueueAnswer, QueuedJob
 from hpcrl.utils.waiting import LastSign
 
 
-def test_the_scheduler_is_asked_seldom() -> None:
+def test_the_scheduler_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of an hour of looks once a second makes 60 questions; an end is believed when it is said twice."""
     now = 0.0
     asked: list[float] = []
 
-    def ask() -> tuple[QueuedJob | None, str]:
+    def ask(jobs: list[JobKey]) -> QueueAnswer:
         asked.append(now)
         if now in (15, 30):
-            return None, "squeue: no answer"
+            return QueueAnswer(note="squeue: no answer")
         ended = now == 600 or now >= 900  # the first is a mistake
-        return QueuedJob("gone", "GONE") if ended else QueuedJob("pending", "PENDING", "Priority"), ""
+        word = QueuedJob("gone", "GONE") if ended else QueuedJob("pending", "PENDING", "Priority")
+        return QueueAnswer({jobs[0]: word})
 
-    awaited = AwaitedJob(ask, lambda: LastSign(clock=lambda: now))
+    monkeypatch.setattr(awaited_job, "query_jobs", ask)
+    monkeypatch.setattr(awaited_job, "LastSign", lambda: LastSign(clock=lambda: now))
+    awaited = awaited_job.AwaitedJob(JobKey("7", "", 0.0))
     over, states = None, {}
     for second in range(1000):
         now = float(second)
