@@ -142,13 +142,8 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[view.
     which: view.Which = args.which
     found = view.choose(place.looks(reading), which, args.count, args.group)
     if not found:
-        what = (
-            f"group {args.group}"
-            if args.group is not None
-            else "truncated samples"
-            if which == "truncated"
-            else "samples"
-        )
+        kind = "truncated samples" if which == "truncated" else "samples"
+        what = kind if args.group is None else f"group {args.group}"
         yield (view.Word(f"{place.title} has no {what}"),)
     for look in found:
         yield from view.sample_lines(look, f"{place.title}, ", args.transcript)

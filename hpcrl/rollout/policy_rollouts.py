@@ -37,6 +37,7 @@ from hpcrl.rollout.samplers.teacher_logprobs import Teacher, TeacherLogprobsSamp
 from hpcrl.rollout.sandbox_tally import SandboxMeasures
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout, write_samples
 from hpcrl.run.role import RoleContext, say
+from hpcrl.run.rundir import STOP
 from hpcrl.transport.messages import UNFINISHED
 from hpcrl.transport.server import QueueServer
 from hpcrl.weights.colocation import Event
@@ -313,7 +314,7 @@ class PolicyRollouts:
     async def stop_if_asked(self, asked: bool | None = None) -> None:
         """If the run was asked to stop (None: look), wait until all is put away that a resumed run continues with; it
         is done once, and to its end, also when the first caller is cancelled meanwhile."""
-        if self._stop_work is None and (self.context.rundir.stop_requested() if asked is None else asked):
+        if self._stop_work is None and (STOP in self.context.rundir.signs() if asked is None else asked):
             self._stop_work = asyncio.create_task(self._stop())
         if self._stop_work is not None:
             await asyncio.shield(self._stop_work)

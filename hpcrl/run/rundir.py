@@ -378,9 +378,6 @@ class RunDir:
         """Ask the run to save a checkpoint and end."""
         touch(self.here / STOP)
 
-    def stop_requested(self) -> bool:
-        return STOP in self.signs()
-
     def request_end(self) -> None:
         """Tell every host to end its processes of this attempt now."""
         touch(self.here / "end")

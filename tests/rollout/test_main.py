@@ -25,7 +25,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.rollout.policy_rollouts import PolicyRollouts
 from hpcrl.run.peers import EnginePeer, publish
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import STOP, RunDir, write_atomic
 from hpcrl.transport.auth import make_keys
 from hpcrl.transport.client import Late, QueueClient
 from hpcrl.transport.messages import UNFINISHED
@@ -306,7 +306,7 @@ def test_a_stop_is_done_once_and_to_its_end() -> None:
     rollout: Any = object.__new__(PolicyRollouts)
     rollout._stop_work = None
     rollout._stop = stop
-    rollout.context = SimpleNamespace(rundir=SimpleNamespace(stop_requested=lambda: True))
+    rollout.context = SimpleNamespace(rundir=SimpleNamespace(signs=lambda: {STOP}))
     asyncio.run(all_of_them())
     assert done == ["put away"]
 

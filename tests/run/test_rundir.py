@@ -19,7 +19,7 @@ from hpcrl.launch.job import begin_job
 from hpcrl.launch.mpi.hostfile import read_hostfile
 from hpcrl.plan import Host
 from hpcrl.run.job_files import read_job, write_job
-from hpcrl.run.rundir import ERROR, RunDir, write_atomic
+from hpcrl.run.rundir import ERROR, STOP, RunDir, write_atomic
 from hpcrl.run.started_runs import RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.summary import Summary, read_summary, summary_of, write_summary
 from hpcrl.utils.untrusted_files import as_given, read_given
@@ -118,9 +118,9 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_stop_is_seen_by_all(rundir: RunDir) -> None:
-    assert not rundir.stop_requested()
+    assert STOP not in rundir.signs()
     rundir.request_stop()
-    assert RunDir(rundir.root, 0).stop_requested()
+    assert STOP in RunDir(rundir.root, 0).signs()
 
 
 def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
