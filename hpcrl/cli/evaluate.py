@@ -51,19 +51,9 @@ that evaluates, or the last one of a run that has begun; without arguments, reci
 #: options of the sections that say how to train, and what else makes no sense without training
 _TRAINING = {
     *(name for section in (AlgorithmOptions, OffPolicyOptions, OptimizerOptions) for name in section.__annotations__),
-    *[
-        "num_rollout",
-        "num_epoch",
-        "prompt_data",
-        "skip_eval_before_train",
-        "run_dir",
-        "name",
-        "rejected_key",
-        "rollout_shuffle",
-    ],
-    "data_source_path",
-    *["save", "save_interval", "async_save", "save_retain_interval", "save_keep_last", "ref_load"],
-    "non_persistent_save_interval",
+    *["num_rollout", "num_epoch", "prompt_data", "data_source_path", "skip_eval_before_train", "rejected_key"],
+    *["rollout_shuffle", "run_dir", "name", "save", "save_interval", "async_save", "save_retain_interval"],
+    *["save_keep_last", "ref_load", "non_persistent_save_interval"],
 }
 _STEP = re.compile(r"iter_(\d+)")
 
