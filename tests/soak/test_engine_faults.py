@@ -157,5 +157,5 @@ def test_engines_end_at_random_moments(cluster: Cluster, tmp_path: Path, task: P
     assert not found.wrong, found.wrong
     assert found.trained == len(trained) * POLICY["rollout_batch_size"]
     assert max(row["staleness/max"] for row in trained) <= (2 if seed % 2 else 0)
-    of_current_weights = [row[DIFFERENCE] for row in trained if DIFFERENCE in row]  # none of a step on stale tokens alone
+    of_current_weights = [row[DIFFERENCE] for row in trained if DIFFERENCE in row]  # not of stale tokens alone
     assert of_current_weights and max(of_current_weights) <= 1e-5, "nobody answered with other weights"
