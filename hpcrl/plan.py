@@ -140,9 +140,8 @@ class Plan(msgspec.Struct, frozen=True):
         rows = [("role", "index", "host", "slots")]
         for host in self.trainer_hosts:
             ranks = self.ranks_on(host)
-            rows.append(
-                ("trainer", folded(ranks), host, folded([s for rank in ranks for s in self.trainers[rank].slots]))
-            )
+            slots = folded([slot for rank in ranks for slot in self.trainers[rank].slots])
+            rows.append(("trainer", folded(ranks), host, slots))
         for number, engine in enumerate(self.engines):
             for place in (engine, *engine.also):
                 rows.append(("engine", str(number), place.host, folded(place.slots)))

@@ -61,8 +61,7 @@ HALF = re.compile(r"\.(.+)\.\d+")  #: the name of a file that `write_atomic` has
 #: what an attempt alone writes into RUN; other files there may be of a process that is alive, such as `hpcrl resume`
 OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.jsonl", "passed-over.json")
 WRITTEN = ("ahead", "bank", "ledger")  #: directories of RUN that the rollout process makes, if it needs them
-#: what a run has from the start
-FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")
+FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")  #: what a run has from the start
 
 
 def _claim(path: Path) -> Path:
@@ -151,12 +150,8 @@ def read_if_whole(path: Path, kind: type[T]) -> T | None:
 def read_record(path: Path, kind: type[T], hint: str = "", error: type[HpcrlError] = HpcrlError) -> T | None:
     """A JSON file that hpcrl has written, as `kind`; None if it is not there.
 
-    Args:
-        hint: what to do about a file that cannot be read.
-        error: raised then.
-
     Raises:
-        HpcrlError: as `error` says, names the file.
+        HpcrlError: an `error` with this hint; names a file that cannot be read.
     """
     try:
         return read_json(path, kind)
