@@ -5,7 +5,7 @@ Of lines that differ in names and values alone, the first is typed here; tests/d
 them in one interpreter, with what a login node has.
 
 What starts a run is told to start nothing (tests/soak/test_documented_runs.py runs them); what is asked of a run is
-asked of the quick start's, which runs whole, once for all tests (`quick_start`).
+asked of the quick start's, which runs once for all tests (`quick_start`).
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ def test_what_is_asked_of_a_run(quick_start: QuickStart, scene: Scene) -> None:
     run = scene.folder / "runs" / "one"
     shutil.copytree(quick_start.root, run)
     shutil.copytree(run, scene.folder / "runs" / "other")
-    for command in {command.line: command for command in [*printed(), *helped()]}.values():
-        if of_a_run(command):
-            line = scene.filled(command, "runs/one")
-            status, said = shell(scene, line)
+    asked = {command.line: command for command in [*printed(), *helped()] if of_a_run(command)}.values()
+    with ThreadPoolExecutor(2) as pool:
+        answers = pool.map(lambda command: shell(scene, scene.filled(command, "runs/one")), asked)
+        for command, (status, said) in zip(asked, answers, strict=True):
             expected, words = NOT_OF_A_FINISHED_RUN.get(command.verb, (0, ""))
-            assert status == expected and words in said, f"{command.place}: {line}\n  status {status}: {said[-2000:]}"
-            assert said.strip() and not raised(said), f"{line}: {said}"
+            assert status == expected and words in said, f"{command.place}: {command.line}: {status}: {said[-2000:]}"
+            assert said.strip() and not raised(said), f"{command.line}: {said}"
 
 
 def raised(said: str) -> bool:

@@ -36,35 +36,27 @@ from tests.support.tiny import make_model
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engines]]:
-    """Three engines, started at the same time: one with shared memory, two over sockets, whose repairs can be broken."""
-    root = tmp_path_factory.mktemp("engines")
+def started(root: Path, *more: Any, **values: Any) -> Iterator[Side]:
     model = make_model(root / "model", tied=True)
-    common = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL}
-    runs = {
-        "shm": Engines(root / "shm", model, **common),
-        "gloo": Engines(root / "gloo", model, 2, module="tests.support.breakable", weight_transfer="gloo", **common),
-    }
-    yield runs
-    for engines in runs.values():
-        engines.stop()
+    engines = Engines(
+        root / "run", model, *more, check_weight_update_equal=True, update_weight_buffer_size=SMALL, **values
+    )
+    side = Side(engines, model)
+    yield side
+    side.close()
+    engines.stop()
 
 
 @pytest.fixture(scope="module")
-def shm(started: dict[str, Engines]) -> Iterator[Side]:
-    engines = started["shm"]
-    side = Side(engines, Path(engines.options.hf_checkpoint or ""))
-    yield side
-    side.close()
+def shm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+    """One engine with shared memory."""
+    yield from started(tmp_path_factory.mktemp("shm"))
 
 
 @pytest.fixture(scope="module")
-def pair(started: dict[str, Engines]) -> Iterator[Side]:
-    engines = started["gloo"]
-    side = Side(engines, Path(engines.options.hf_checkpoint or ""))
-    yield side
-    side.close()
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+    """Two engines over sockets, whose repairs can be broken."""
+    yield from started(tmp_path_factory.mktemp("pair"), 2, module="tests.support.breakable", weight_transfer="gloo")
 
 
 # ---- what is served

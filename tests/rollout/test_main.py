@@ -384,12 +384,6 @@ def test_engine_death_costs_nothing(tmp_path: Path, model: Path, uncut: tuple[At
         assert "engine-0 on 127.0.0.1 died" in attempt.log.read_text()
 
 
-def wrong_token(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[str, Any]:
-    answer = good(body)
-    answer["choices"][0]["token_ids"] = [999]
-    return answer
-
-
 def dead(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
     engine.healthy = False
     return CUT
@@ -403,7 +397,6 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
     ("script", "values", "words"),
     [
         (dead, {}, ["no engine is left", "engine-0 on 127.0.0.1 died"]),
-        (hang, {"request_timeout": 1}, ["engine-0 on 127.0.0.1", "--request-timeout 1 s"]),
         (
             hang,
             {"timeout_factor": 1 / 3600},
@@ -413,8 +406,6 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
                 "engine-0 on 127.0.0.1: 24 requests in flight",
             ],
         ),
-        (wrong_token, {}, ["engine-0 on 127.0.0.1", "token id 999"]),
-        (old_weights, {}, ["policy versions 3 to 3", "the trainer is at 4"]),
         (
             None,
             {"prompt_data": "refused.jsonl"},
@@ -473,14 +464,10 @@ def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:
     [
         ({"prompt_data": "bad.jsonl"}, ["bad.jsonl, line 2", "not JSON"]),
         ({"eval_prompt_data": ["held", "bad.jsonl"]}, ["bad.jsonl, line 2", "not JSON"]),
-        ({"eval_prompt_data": ["bad.jsonl", "held", "x"]}, ["--eval-prompt-data", "NAME PATH"]),
-        ({"eval_config": "bad.jsonl", "eval_prompt_data": []}, ["bad.jsonl", "is not YAML"]),
         (
             {"custom_rm_path": "tests.rollout.test_main.absent"},
             ["--custom-rm-path tests.rollout.test_main.absent"],
         ),
-        ({"custom_rm_path": None}, ["--rm-type"]),
-        ({"num_rollout": None}, ["--num-epoch"]),
     ],
 )
 def test_bad_input_comes_before_engines(tmp_path: Path, model: Path, values: dict[str, Any], words: list[str]) -> None:
@@ -625,10 +612,9 @@ def test_custom_function_samples(tmp_path: Path, model: Path) -> None:
     assert len({row["response"] for row in rows}) > 12, "every request has noise of its own"
 
 
-@pytest.mark.parametrize(("name", "words"), [("two", "takes (args, sample)"), ("plain", "is not async")])
-def test_uncallable_function_comes_before_engines(tmp_path: Path, model: Path, name: str, words: str) -> None:
+def test_uncallable_function_comes_before_engines(tmp_path: Path, model: Path) -> None:
     """A function that cannot be called ends the run before an engine is waited for."""
-    path = f"tests.support.own_generates.{name}"
+    path = "tests.support.own_generates.plain"
     with Attempt(tmp_path / "run", model, None, published=False, custom_generate_function_path=path) as attempt:
         assert attempt.end(60) == 2
-        assert words in attempt.error() and f"--custom-generate-function-path {path}" in attempt.error()
+        assert "is not async" in attempt.error() and f"--custom-generate-function-path {path}" in attempt.error()

@@ -60,11 +60,13 @@ def test_requeued_stopped_and_resumed(queue: Queue, tmp_path: Path, task: Path) 
     assert (stopped["job_id"], stopped["restarts"], stopped["attempt"]) == (run.number, 1, 1)
     run.until(lambda: not queue.processes(run), 60)
     run.until(lambda: queue.status(run) == 143, 30)
-    again = queue.hpcrl("resume", run.root, "--time", "20").stdout
+    steps = run.steps() + 5
+    again = queue.hpcrl("resume", run.root, "--time", "20", "--num-rollout", str(steps)).stdout
     second = Submitted(queue, run.root, re.match(r"job (\d+)", again)[1])
     assert second.number != run.number
+    second.until(lambda: second.steps() == steps)
     second.becomes("finished")
-    assert list(metrics(run.root)) == list(range(STEPS)), "no step twice, none left out"
+    assert list(metrics(run.root)) == list(range(steps)), "no step twice, none left out"
     assert json.loads((run.root / "job.json").read_text())["site"]["time"] == "20"
 
 
@@ -77,6 +79,7 @@ def test_chain_continues_and_ends(queue: Queue, tmp_path: Path, task: Path) -> N
     run.until(lambda: run.training(0))
     queue.cut(run)
     run.until(lambda: f"job {second} of the chain continues" in run.output())
+    run.until(lambda: run.steps() == STEPS)
     ended = run.becomes("finished")
     assert (ended["job_id"], ended["restarts"], ended["attempt"]) == (second, 0, 1), run.logs()
     assert list(metrics(run.root)) == list(range(STEPS)), "no step twice, none left out"
