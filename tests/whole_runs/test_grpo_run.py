@@ -295,7 +295,7 @@ def states_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_a_stop_needs_no_rollout_process(tmp_path: Path, task: Path, uncut: Path) -> None:
     """It hangs while the trainer waits for samples: the trainer sees by itself that the run is to stop, and saves."""
-    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "stop_timeout": 60}
+    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "stop_timeout": 30}
     held = {"custom_rm_path": "tests.support.runs.held_odd_tokens", "save_interval": None}
     run = start(tmp_path, task, **KL | values | held)
     run.until(lambda: run.steps() >= 2)
@@ -362,18 +362,22 @@ def test_out_of_memory_uses_less(tmp_path: Path, task: Path, uncut: Path) -> Non
         | {"ref_load": str(task / "model"), "oom_retries": 4, "save_interval": 1, "deterministic_mode": False}
     )
     run = start(tmp_path, task, engine_flags(order), actor_num_gpus_per_node=2, **more)
-    run.until((run.root / PLACES[-1]).exists)
+    *before, last = PLACES
+    run.until((run.root / "options.json").exists)
+    for place in before:  # tests/whole_runs/test_sft_run.py has a rank without memory in each
+        (run.root / place).touch()
+    run.until((run.root / last).exists)
     engine = role_pid(run.root, "hpcrl.engine.server")
     order.touch()
-    run.until((run.root / "attempts/4/peers/engine-0.json").exists)
+    run.until((run.root / "attempts/2/peers/engine-0.json").exists)
     assert role_pid(run.root, "hpcrl.engine.server") != engine
     status, out = run.end()
     assert status == 0, out + run.logs()
-    failures = [RunDir(run.root, attempt).failure() for attempt in range(4)]
-    assert [failure.role for failure in failures] == ["trainer", "trainer", "trainer", "engine"], failures
-    assert out.count("begins on the same hosts; 1 engine continues") == 3
+    failures = [RunDir(run.root, attempt).failure() for attempt in range(2)]
+    assert [failure.role for failure in failures] == ["trainer", "engine"], failures
+    assert out.count("begins on the same hosts; 1 engine continues") == 1
     told = [one.what for one in lowered_settings(run.root)]
-    assert len(told) == 4 and re.fullmatch(r"--vllm-gpu-memory-utilization 0\.\d+ instead of .*engine-0.*", told[3]), (
+    assert len(told) == 2 and re.fullmatch(r"--vllm-gpu-memory-utilization 0\.\d+ instead of .*engine-0.*", told[1]), (
         told
     )
     assert len((run.root / "graded").read_text().splitlines()) == 5 * 8 * 4, "each sample was made once"

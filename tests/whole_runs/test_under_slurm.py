@@ -171,8 +171,6 @@ def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, ta
         *("--time", "30"),
         settings=("signal_margin=110", "trainer.partition=low", "engine.partition=low"),
     )
-    status, out = uncut.end()
-    assert status == 0, out
     with StatusWatch(job) as watch:
         job.until(lambda: job.training(0))
         job.limit(40)  # Slurm signals that the limit is near: the run saves and queues itself again
@@ -214,6 +212,8 @@ def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, ta
     cluster.boot_node(launchers)
     cluster.run(["scontrol", "update", f"nodename={launchers}", "state=resume"], check=False)
     cluster.wait_nodes("idle", 60)
+    status, out = uncut.end()
+    assert status == 0, out
     assert metrics(job.root) == metrics(uncut.root)
     assert 5 <= job.attempt() <= 8, "one for each interruption; a signal may cost another before its cause is known"
     print(f"seconds from the queue to training: {watch.waits()}; {len(watch.answers)} answers of hpcrl status compared")
