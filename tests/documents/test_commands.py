@@ -5,7 +5,7 @@ Of lines that differ in names and values alone, the first is typed here; tests/d
 them in one interpreter, with what a login node has.
 
 What starts a run is told to start nothing (tests/soak/test_documented_runs.py runs them); what is asked of a run is
-asked of the quick start's, which runs once for all tests (`quick_start`).
+asked of the quick start's, which runs whole, once for all tests (`quick_start`).
 """
 
 from __future__ import annotations

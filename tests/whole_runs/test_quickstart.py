@@ -1,4 +1,4 @@
-"""The README's main job, with half of its rollouts: GRPO alone lifts held-out accuracy by at least 25 points."""
+"""The README's main job, as it stands: GRPO alone lifts held-out accuracy by at least 25 points."""
 
 from __future__ import annotations
 
