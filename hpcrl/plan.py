@@ -122,10 +122,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     def slots_on(self, host: str) -> int:
         """How many slots of a host there are, from 0 to the last that anything uses."""
-        places = (
-            place for first in (*self.trainers, *self.engines) for place in (first, *first.also) if place.host == host
-        )
-        return 1 + max((slot for place in places for slot in place.slots), default=-1)
+        places = (place for first in (*self.trainers, *self.engines) for place in (first, *first.also))
+        return 1 + max((slot for place in places if place.host == host for slot in place.slots), default=-1)
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
         """The trainer ranks of a host, in order."""
