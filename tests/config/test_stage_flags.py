@@ -29,7 +29,7 @@ def resolved(words: str, recipe: Recipe | None = None) -> tuple[Options, ...]:
 
 def test_a_flag_of_a_stage_counts_there_alone() -> None:
     sft, grpo = resolved("--grpo.lr 2e-5 --sft.num-rollout=10 --grpo.no-rollout-shuffle --grpo.vllm-max-num-seqs 64")
-    assert (sft.lr, grpo.lr, sft.num_rollout, grpo.num_rollout) == (5e-3, 2e-5, 10, 80)
+    assert (sft.lr, grpo.lr, sft.num_rollout, grpo.num_rollout) == (5e-3, 2e-5, 10, 40)
     assert (sft.rollout_shuffle, grpo.rollout_shuffle) == (True, False)
     assert (sft.vllm, grpo.vllm) == ({}, {"max_num_seqs": 64})
 

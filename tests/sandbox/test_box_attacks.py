@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcrl.sandbox import Box, BoxLimits
@@ -152,7 +153,9 @@ def test_background_processes_that_keep_outputs_open(loop: Loop, box: Box) -> No
             await asyncio.gather(*(box.run("echo x; sleep 0.1") for _ in range(12)))
 
     loop.run(many())
-    first = next(pid for pid in all_of(loop.pool) if b"keep.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    mine = all_of(loop.pool)
+    found = psutil.process_iter(["cmdline"])  # one of a command may end meanwhile
+    first = next(p.pid for p in found if p.pid in mine and "keep.py" in (p.info["cmdline"] or ()))
     parent = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
     assert int(loop.run(box.read("/tmp/held"))) > 130
     said = Path(f"/proc/{parent}/status").read_text()  # which any user may read, unlike the list of its files

@@ -15,6 +15,7 @@ import functools
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -91,8 +92,8 @@ def group_of(item: pytest.Item) -> str:
 
 
 def dearest_first(items: list[pytest.Item]) -> None:
-    """The cluster, then whole runs, engines, other processes and the rest: no worker is left with the longest at the
-    end."""
+    """The cluster, then whole runs, engines, other processes and the rest, files with many tests first: no worker is
+    left with the longest at the end."""
 
     def rank(item: pytest.Item) -> int:
         marks = {mark.name for mark in item.iter_markers()}
@@ -100,11 +101,14 @@ def dearest_first(items: list[pytest.Item]) -> None:
             return 0 if "cluster" in marks else 1
         return 2 if "vllm" in marks else 3 if "process" in marks else 4
 
-    dear: dict[str, int] = {}
+    def group(item: pytest.Item) -> str:
+        return next(item.iter_markers("xdist_group")).args[0]
+
+    dear, tests = dict[str, int](), Counter(map(group, items))
     for item in items:
-        group = next(item.iter_markers("xdist_group")).args[0]
-        dear[group] = min(dear.get(group, 4), rank(item))
-    items.sort(key=lambda item: dear[next(item.iter_markers("xdist_group")).args[0]])
+        dear[group(item)] = min(dear.get(group(item), 4), rank(item))
+    sizes = {name: -count if dear[name] == 4 else 0 for name, count in tests.items()}
+    items.sort(key=lambda item: (dear[group(item)], sizes[group(item)]))
 
 
 def none_selected(path: Path, expression: str, marks: set[str]) -> bool:
