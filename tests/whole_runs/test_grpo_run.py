@@ -243,7 +243,8 @@ def test_ended_and_resumed_is_the_same_run(resumed: Path, uncut: Path) -> None:
     since."""
     assert metrics(resumed) == metrics(uncut)
     assert samples(resumed) == samples(uncut)
-    assert (resumed / "logs" / "attempt-0").is_dir() and merged_of(resumed / FOLDER / "attempt-0").is_file()
+    old = RunDir.latest(resumed).attempt >= 2  # an update under way when the first engine died ended an attempt
+    assert (resumed / "logs" / "attempt-0").is_dir() and merged_of(resumed / FOLDER / "attempt-0").is_file() == old
     assert hours_of(resumed).starts == 2 and hours_of(resumed).phases["lost"] > 0
     # by the questions that it leaves unanswered, or before it is asked any by the state of its process
     found = ends(resumed)
