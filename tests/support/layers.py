@@ -99,7 +99,7 @@ def dearest_first(items: list[pytest.Item]) -> None:
         marks = {mark.name for mark in item.iter_markers()}
         if "cluster" in marks or "whole_runs" in item.nodeid:
             return 0 if "cluster" in marks else 1
-        return 2 if "vllm" in marks else 3 if "process" in marks else 4
+        return 2 if "vllm" in marks else 3 if marks & {"process", "full"} else 4
 
     def group(item: pytest.Item) -> str:
         return next(item.iter_markers("xdist_group")).args[0]
