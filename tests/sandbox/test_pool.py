@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hpcrl.errors import UsageError
@@ -151,7 +152,8 @@ def test_a_box_that_is_lost() -> None:
         async with SandboxPool(warm=0) as pool:
             for which in ("watcher", "first"):
                 async with pool.box() as box:
-                    watcher, *_, first = sorted(all_of(pool))
+                    watcher = box._line.pid
+                    first = psutil.Process(watcher).children(recursive=True)[-1].pid  # one below the other
                     assert (await box.run("(sleep 4731 > /dev/null &)")).ok
                     asked = asyncio.create_task(box.run("sleep 4731"))
                     await until(lambda: len(sleepers("4731")) == 2)
