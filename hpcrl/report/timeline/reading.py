@@ -95,7 +95,7 @@ def read_tracks(path: Path, attempt: int | None, most: int = MOST) -> list[Track
     """The tracks of a file, one for each process that has written it.
 
     Args:
-        most: bytes that are read; of a larger file nothing is.
+        most: bytes; a larger file counts as empty.
     """
     tracks: list[Track] = []
     for row in _rows(path, most):

@@ -8,8 +8,8 @@ host's clock. A moment has no length; a name that begins with # is a counter, wh
 
 Invariants: the writer and the reader of a span take its name from here; a line goes out with one call, so that
 a crash loses the line that was being written and no more; within a process time never goes back; a file holds MOST
-bytes at most, which are weeks of work; what comes after them, and what cannot be written, is left out, since no run
-shall end for want of a picture of it.
+bytes at most, which are weeks of work. Later lines, and lines that cannot be written, are left out: a timeline never
+ends a run.
 """
 
 from __future__ import annotations
