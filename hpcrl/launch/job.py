@@ -42,7 +42,7 @@ from hpcrl.launch.preflight import (
     refuse_wrong_settings,
 )
 from hpcrl.launch.stop_signals import StopRequest
-from hpcrl.launch.user_code.commit import commit_of
+from hpcrl.launch.user_code.directories import commit_of
 from hpcrl.launch.user_code.snapshot import begin_code, note_changed_scripts
 from hpcrl.plan import Host, hosts_kept, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
@@ -350,7 +350,7 @@ def run_stage(
 
     run_id = f"{job.identity}/{stage.name}"
     try:
-        held = HeldHosts(kept=hosts_kept(job.stages), later=job.stages[job.recipe.stages.index(stage) + 1 :])
+        held = HeldHosts(kept=hosts_kept(job.stages))
         summary = StageAttempts(options, backend, run_id, job.root, stop, observed, turn, leave, held).run(rundir)
     except Stopped as error:
         kind = Interrupted if stop.requests > 1 else type(error)

@@ -1,4 +1,4 @@
-"""Which directories of the user's a run copies for its custom functions, and which files of them.
+"""Which directories of the user's a run copies for its custom functions, which files of them, and of which commit.
 
 These are the directories of --code-path, and those where a function's module is found: the one where the run is started
 and those of PYTHONPATH, unless packages are installed there.  The recipe's directory is copied in place of directories
@@ -24,7 +24,7 @@ from hpcrl.run.started_runs import COPY, RECIPE
 
 MOST_FILES = 5000  #: of a directory that is copied, and
 MOST_BYTES = 1 << 26
-SECONDS = 60.0  #: in which git lists the files of a directory
+SECONDS = 60.0  #: in which git answers
 _INSTALLED = ("site-packages", "dist-packages")
 _CACHES = ("__pycache__", "node_modules")
 
@@ -166,11 +166,8 @@ def _all_files(folder: Path, run: Path) -> Iterator[str]:
 
 def _listed_by_git(folder: Path, run: Path) -> list[str] | None:
     """The files that git tracks, and those that it does not ignore; None where it lists none."""
-    settings = ("-c", "core.fsmonitor=false")  # else git starts the program that the repository names there
-    command = ["git", *settings, "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    place = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = run_command(command, SECONDS, env=place)
-    if done.code or not done.out:
+    listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if not listed:
         return None
     sources = {"": True}
 
@@ -180,7 +177,7 @@ def _listed_by_git(folder: Path, run: Path) -> list[str] | None:
         return sources[below]
 
     found: list[str] = []
-    for name in sorted({*done.out.split("\0")} - {""}):
+    for name in sorted({*listed.split("\0")} - {""}):
         nested = folder / name
         if name.endswith("/") or (nested.is_dir() and not nested.is_symlink()):  # a repository within this one
             below = name.rstrip("/")
@@ -191,3 +188,17 @@ def _listed_by_git(folder: Path, run: Path) -> list[str] | None:
         elif is_source(os.path.dirname(name)):
             found.append(name)
     return found
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that is checked out in the git repository around a directory; "" where git finds none.  Changes since
+    then are not looked at."""
+    return _git(folder, "rev-parse", "--verify", "--quiet", "HEAD").strip()
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git prints about a directory; "" where it fails."""
+    settings = ("-c", "core.fsmonitor=false")  # else git starts the program that the repository names there
+    place = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = run_command(["git", *settings, "-C", str(folder), *words], SECONDS, env=place)
+    return "" if done.code else done.out

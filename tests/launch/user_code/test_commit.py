@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.user_code.commit import commit_of
+from hpcrl.launch.user_code.directories import commit_of
 from tests.support.able import needs
 
 pytestmark = needs("git")
