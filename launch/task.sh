@@ -1,12 +1,11 @@
 #!/bin/bash
 # What every task of an srun or an mpirun executes, on every host of a run:
 #
-#     task.sh PROGRAM ARGUMENTS...        PROGRAM: launch, probe, answer, boxes, doctor, selftest, host, once
+#     task.sh PROGRAM ARGUMENTS...        PROGRAM: launch, probe, answer, doctor, selftest, host, once
 #
 #   launch  (mpirun) find out which host this is, and start its roles
 #   probe   say which addresses this host has, before the plan is made
 #   answer  leave an empty file of this host's name in a directory: it is alive
-#   boxes   make a sandbox of each kind that a later stage wants here, and say in a directory what came of it
 #   doctor  look whether this host has what a run needs
 #   selftest  this host's ranks of hpcrl selftest
 #   host    start this host's roles of the plan (trainer ranks, engines, rollout) and watch them
@@ -39,10 +38,6 @@ probe)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
     exec "$HPCRL_PYTHON" -m hpcrl.launch.probe "$@" --host "$host"
     ;;
-boxes)
-    if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
-    exec "$HPCRL_PYTHON" -m hpcrl.sandbox.nodes.trial "$1/$host.json" "${@:2}"
-    ;;
 doctor)
     if [ "${SLURM_LOCALID:-0}" != 0 ]; then exit 0; fi
     exec "$HPCRL_PYTHON" -m hpcrl.launch.node_checks.one_node "$@" --host "$host"
@@ -56,7 +51,7 @@ host)
     exec "$HPCRL_PYTHON" -m hpcrl.launch.host "$@" --host "$host"
     ;;
 *)
-    echo "task.sh: no program $program; there are launch, probe, answer, boxes, doctor, selftest, host, once" >&2
+    echo "task.sh: no program $program; there are launch, probe, answer, doctor, selftest, host, once" >&2
     exit 2
     ;;
 esac

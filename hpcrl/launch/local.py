@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from hpcrl.plan import Host, Plan, local_hosts
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
-from hpcrl.sandbox.nodes.trial import BoxTrial, try_kinds
 from hpcrl.utils.untrusted_files import open_append
 
 
@@ -43,9 +42,6 @@ class Local:
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
         process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
         return [HostProcess("the process of this host", log, process, memory)]
-
-    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
-        return {host: try_kinds(words) for host, words in kinds.items()}
 
     def leave_out(self, hosts: Sequence[str]) -> None:
         """There is no other host: a plan without this one is refused."""

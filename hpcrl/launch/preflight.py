@@ -125,8 +125,7 @@ def refuse_missing_packages(stages: Sequence[Options]) -> None:
 
 def refuse_missing_boxes(stages: Sequence[Options]) -> None:
     """Raise UsageError if this machine, which makes the sandboxes of these stages, can make none of the kind that is
-    asked for: a box of it is made.  Other machines are asked when the run begins (`attempts/box_trials.py`).
-    """
+    asked for: a box of it is made.  Other machines make one when the stage begins (`hpcrl.sandbox.nodes.main`)."""
     users = (o for o in stages if o.needs_engines and may_use_sandboxes(o))
     kinds = {options.sandbox_kind: chosen(options.sandbox_kind) for options in users}
     for given, name in kinds.items():

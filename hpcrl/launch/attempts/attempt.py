@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,27 +21,25 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError, failure_kind
-from hpcrl.launch.attempts.box_trials import kinds_to_try, refuse_untried
-from hpcrl.launch.attempts.host_processes import HeldHosts, HostHandle, is_of
+from hpcrl.launch.attempts.host_processes import HeldHosts, HostProcess, is_of
 from hpcrl.launch.host import CLOSING, HOST_BEAT
 from hpcrl.launch.roles import GRACE
 from hpcrl.launch.standalone_engine import borrow
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.report.file_tail import last_lines
-from hpcrl.report.timeline.spans import FOLDER, MOST, merged_of
+from hpcrl.report.timeline.spans import FOLDER, merged_of
 from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.heartbeat import LEAST, HeartbeatMonitor
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.role import LAST_WORDS, last_error, launch_timeout
+from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, listed, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
-from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.transport.auth import make_keys
 from hpcrl.utils.long_work import work_in_turns
-from hpcrl.utils.untrusted_files import count_of, open_append, read_regular
+from hpcrl.utils.untrusted_files import SAMPLES, count_of, open_append, read_regular
 from hpcrl.utils.waiting import Deadline, LastSign
 
 LOOK = 1.0  #: seconds between two looks of the launcher into the run directory
@@ -67,11 +65,8 @@ class Backend(Protocol):
         """The hosts of the run, in order, spare ones among them, each with address and interface.  Errors name the
         host that does not answer."""
 
-    def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostHandle]:
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostProcess]:
         """Start every host's part of the plan, which is in the run directory."""
-
-    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
-        """Have each of these hosts make a box of its kinds (`try_kinds`); what those say that do so in time."""
 
     def leave_out(self, hosts: Sequence[str]) -> None:
         """Use these hosts no more."""
@@ -128,8 +123,6 @@ def run_attempt(
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(held.hosts))
         plan = _planned(options, backend, held, run_id, rundir)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
-        if not continues and (kinds := kinds_to_try(options, plan, held.later, held.hosts, held.kept)):
-            refuse_untried(kinds, backend.try_boxes(kinds, rundir, launch_timeout()))
         make_keys(rundir, options.data_parallel_size, bool(held.engines))
         if held.lent is not None:
             held.lent.close()
@@ -171,7 +164,7 @@ def _planned(options: Options, backend: Backend, held: HeldHosts, run_id: str, r
 
 
 def _watch(
-    members: list[HostHandle],
+    members: list[HostProcess],
     hosts: Sequence[str],
     options: Options,
     rundir: RunDir,
@@ -246,7 +239,7 @@ def _check_hosts(pulse: HeartbeatMonitor, hosts: Sequence[str], seconds: float, 
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 
 
-def _missed(members: list[HostHandle], over: bool) -> list[HostHandle]:
+def _missed(members: list[HostProcess], over: bool) -> list[HostProcess]:
     """The members whose end is the attempt's: those that it needs, and the last that has sandboxes, if they all have
     ended before the run."""
     needed = [m for m in members if not m.expendable]
@@ -254,7 +247,7 @@ def _missed(members: list[HostHandle], over: bool) -> list[HostHandle]:
     return members if others and not over and all(m.status is not None for m in others) else needed
 
 
-def _check(members: list[HostHandle], rundir: RunDir) -> None:
+def _check(members: list[HostProcess], rundir: RunDir) -> None:
     """Raise PeerError if a member has failed or lost a host, or has ended, however well, before the run did."""
     over = summary_of(rundir) is not None
     members = _missed(members, over)
@@ -340,7 +333,7 @@ def merge_timelines(folder: Path) -> None:
         temporary.unlink(missing_ok=True)  # of a launcher that ended meanwhile
         with open_append(temporary) as out:
             for path in sorted(folder.glob("*.jsonl")):
-                data = read_regular(path, MOST)
+                data = read_regular(path, SAMPLES)
                 out.write(data[: data.rfind(b"\n") + 1])  # without a line that a crash has torn
             out.flush()
             os.fsync(out.fileno())

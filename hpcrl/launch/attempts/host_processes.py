@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple
 
 import psutil
 
-from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.roles import GRACE
 from hpcrl.plan import Host, Plan
@@ -73,26 +72,6 @@ class HostProcess:
             end_processes([psutil.Process(self.process.pid)], GRACE)
 
 
-class HostHandle(Protocol):
-    """What an attempt asks of the processes that stand for its hosts, wherever they are."""
-
-    name: str
-    log: Path
-    memory: MemoryWatch | None
-    expendable: str
-
-    @property
-    def status(self) -> int | None: ...
-
-    def lost(self) -> str: ...
-
-    def lives_without(self) -> frozenset[str]: ...
-
-    def continues(self, folder: Path, hosts: Collection[str]) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class FailedHosts(NamedTuple):
     """An attempt that has failed, and what its hosts have said since."""
 
@@ -112,17 +91,15 @@ class HeldHosts:
         absent: after `pause`, the hosts that have not said that the failed attempt has ended there.
         stuck: host -> what of it cannot be killed there.
         kept: how many of the hosts are for sandboxes in some stage of the job (`hpcrl.plan.hosts_kept`).
-        later: the stages after this one, whose sandboxes are tried before it begins.
     """
 
     hosts: list[Host] = field(default_factory=list)
-    members: list[HostHandle] = field(default_factory=list)
+    members: list[HostProcess] = field(default_factory=list)
     carried: CarriedOver | None = None
     lent: IO[bytes] | None = None  #: held open as long as the run has engines that it did not start
     absent: set[str] = field(default_factory=set)
     stuck: dict[str, str] = field(default_factory=dict)
     kept: int = 0
-    later: Sequence[Options] = ()
     _paused: RunDir | None = None
     _failed: FailedHosts | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch import probe
-from hpcrl.launch.attempts.box_trials import wait_for_trials
 from hpcrl.launch.attempts.host_processes import HostProcess
 from hpcrl.launch.attempts.spare_hosts import mark_spares, without
 from hpcrl.launch.local import Local, spawn
@@ -29,7 +28,6 @@ from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan
 from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir
-from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.waiting import Deadline
 
 
@@ -106,27 +104,6 @@ class MpiHosts:
         self._last[rank] = RankProgram(name, log or Path(), order=order)
         return self._last[rank]
 
-    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
-        (folder := rundir.here / "boxes").mkdir(exist_ok=True)
-        tries = [
-            self._start(
-                self.placement.names.index(host),
-                ["hpcrl.sandbox.nodes.trial", str(folder / f"{host}.json"), *words],
-                rundir.logs / "boxes.log",
-            )
-            for host, words in kinds.items()
-        ]
-
-        def running() -> bool:
-            self._exchange()
-            return any(one.status is None for one in tries)
-
-        try:
-            return wait_for_trials(folder, kinds, seconds, running)
-        finally:
-            for one in tries:
-                one.end()
-
     def again(self, root: Path) -> str:
         return f"hpcrl launch --resume {root} --hostfile FILE"
 
@@ -157,11 +134,12 @@ class MpiHosts:
         for rank, state in self.channel.receive():
             if state.number == self._last[rank].order.number:
                 self._last[rank].ended = state.status
-        for rank, program in self._last.items():
-            self.channel.say(rank, program.order)
         silent = self.channel.silent()
-        for program in (self._last[rank] for rank in silent):
-            program.ended = 1 if program.ended is None else program.ended
+        for rank, program in self._last.items():
+            if rank not in silent:
+                self.channel.say(rank, program.order)
+            elif program.ended is None:
+                program.ended = 1
         return [self.placement.names[rank] for rank in silent]
 
     def check_shared(self, file: Path) -> None:
@@ -180,7 +158,8 @@ class MpiHosts:
             missing = [host for host, program in asked.items() if program.status is None]
             time.sleep(0.02)
         if missing:
-            raise HpcrlError(f"no answer from {', '.join(missing)}", "is the host up?")
+            seconds = deadline.seconds - deadline.left
+            raise HpcrlError(f"no answer from {', '.join(missing)} within {seconds:.0f} s", f"does it see {file}?")
         if unseen := [host for host, program in asked.items() if program.status]:
             raise UsageError(
                 f"host {', '.join(unseen)} does not see the run directory: no {file}",

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,6 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.attempt import HostsSilent
-from hpcrl.launch.attempts.box_trials import wait_for_trials
 from hpcrl.launch.attempts.excluded_hosts import leave_out
 from hpcrl.launch.attempts.host_processes import HostProcess
 from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
@@ -40,7 +39,6 @@ from hpcrl.run.job_files import BEAT, CANCEL, OVER, STATE, STOP
 from hpcrl.run.process import CommandResult
 from hpcrl.run.role import launch_timeout
 from hpcrl.run.rundir import RunDir, listed
-from hpcrl.sandbox.nodes.trial import BoxTrial
 from hpcrl.utils.waiting import Deadline, Pauses
 
 ABREAST = 16  #: hosts that are asked alone at once
@@ -196,21 +194,6 @@ class SrunHosts:
                 )
                 members.append(HostProcess(f"srun on {node}", log, process, expendable=node))
         return members
-
-    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
-        """One step for all nodes of a component that are to try the same."""
-        (folder := rundir.here / "boxes").mkdir(exist_ok=True)
-        log, steps = rundir.logs / "boxes.log", []
-        for group in self.groups:
-            for words in {tuple(kinds[node]) for node in group.nodes if node in kinds}:
-                part = group.without({node for node in group.nodes if tuple(kinds.get(node, ())) != words})
-                step = [*part.step, "boxes", str(folder), *words]
-                steps.append(spawn([sys.executable, "-m", "hpcrl.run.process", *step], log))
-        try:
-            return wait_for_trials(folder, kinds, seconds, lambda: any(step.poll() is None for step in steps))
-        finally:
-            for step in steps:
-                step.terminate()
 
     def _replace(self, names: list[str], why: str, rundir: RunDir) -> list[str]:
         """Continue without these hosts as far as spare ones can take their places; those whose none can."""

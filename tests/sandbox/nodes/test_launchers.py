@@ -81,32 +81,6 @@ def test_hostfile_under_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> 
     assert first["rollout"]["host"] == "node4" and not first["sandboxes"]
 
 
-def check_refused(root: Path) -> None:
-    """Before anything of the first stage was started, whose rollout process would have been on no such node."""
-    attempt = root / "first/attempts/0"
-    plan = json.loads((attempt / "plan.json").read_text())
-    said = json.loads((attempt / "error.json").read_text())["message"]
-    # of root by hpcrl, of an ordinary user with the cluster's capabilities by bwrap itself
-    found = re.search(r"sandboxes: host (node\d): .*bwrap: .*and 1 more", said)
-    assert found and found[1] != plan["rollout"]["host"] == plan["trainers"][0]["host"], said
-    assert not list((root / "first/logs").glob("attempt-0/trainer-*")) and not (root / "second").exists()
-
-
-def test_later_kind_is_tried_under_slurm(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    """On the nodes of a component of their own."""
-    settings = ("trainer.gpus_per_node=2", "sandbox.mem=4G", "sandbox.cpus_per_node=2")
-    job = submit(cluster, two_stages(tmp_path, task, sandbox_kind="bwrap"), tmp_path / "run", settings=settings)
-    job.ends("FAILED", 60)
-    check_refused(job.root)
-
-
-def test_later_kind_is_tried_under_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    (hosts := tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=0\nnode3 slots=0\n")
-    both = two_stages(tmp_path, task, sandbox_kind="bwrap")
-    launch(cluster, "openmpi", hosts, both, "--run-dir", tmp_path / "run", check=False)
-    check_refused(tmp_path / "run")
-
-
 @pytest.mark.soak
 def test_ordinary_slurm_job_loses_one(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """It continues with the other, and is not queued again."""
