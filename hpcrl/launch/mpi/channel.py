@@ -7,9 +7,9 @@
 
 An order, or a state, replaces the one before it.  It is sent again every BEAT seconds, as a sign of life.
 
-Invariants: nothing is pickled: every message is one typed msgspec Struct, in one buffer of at most MAX_MESSAGE bytes,
-and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks but `gather`: sends
-complete in the background; a rank that is silent for DEAD seconds counts as gone.
+Invariants: nothing is pickled: every message is one typed msgspec Struct, after `gather` in one buffer of at most
+MAX_MESSAGE bytes, and other bytes raise PeerError, which names the rank that sent them.  Nothing blocks but `gather`:
+sends complete in the background; a rank that is silent for DEAD seconds counts as gone.
 """
 
 from __future__ import annotations

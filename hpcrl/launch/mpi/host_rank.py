@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import psutil
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.local import spawn
 from hpcrl.launch.mpi import exit_status_relay
-from hpcrl.launch.mpi.channel import DEAD, Channel, FromLauncher, Order, OrderState, Quit
+from hpcrl.launch.mpi.channel import DEAD, Channel, FromLauncher, OrderState, Quit
 from hpcrl.launch.roles import GRACE
 from hpcrl.run.process import end_descendants, end_processes
 
@@ -47,7 +48,9 @@ class HostRank:
                     if isinstance(message, Quit):
                         return message.status
                     if message.number != self._number:
-                        self._start(message)
+                        self._end()  # the process of the order before may have stood still
+                        words, log = [sys.executable, "-m", *message.words], Path(message.log) if message.log else None
+                        self._number, self._process = message.number, spawn(words, log)
                 self.channel.say(0, self.report)
                 if self.channel.silent():
                     raise PeerError(f"the launcher on rank 0 was silent for {DEAD:.0f} s")
@@ -60,13 +63,9 @@ class HostRank:
         finally:
             self._end()
 
-    def _start(self, order: Order) -> None:
-        self._end()  # the process of the order before may have stood still
-        log = Path(order.log) if order.log else None
-        self._number, self._process = order.number, spawn([sys.executable, "-m", *order.words], log)
-
     def _end(self) -> None:
         """End the process, and what it has left."""
         if self._process and self._process.poll() is None:
             end_processes([psutil.Process(self._process.pid)], GRACE)
+            self._process.returncode = -signal.SIGTERM  # which psutil has read in place of Popen
         end_descendants(0.5)

@@ -8,12 +8,13 @@ and the MPI world ends with the run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,9 +54,11 @@ def run_ranks(
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a request to stop
     die_with_parent()
     adopt_orphans()
-    channel, reports = join_world()
+    channel, report = join_world()
     last: Message = OrderState()
     try:  # where the ranks cannot be placed, each of them finds so, and one says it
+        with _deadline():
+            reports = channel.gather(report)
         placement = place_ranks(reports, hostfile)
         if channel.rank:
             rank = HostRank(channel, placement.names[channel.rank])
@@ -67,6 +70,9 @@ def run_ranks(
         status = error.exit_code
         if channel.rank == 0:
             print(f"hpcrl: {'' if isinstance(error, Stopped) else 'error: '}{error}", file=sys.stderr, flush=True)
+    except BaseException:
+        end_descendants(0.5)
+        raise
     leave_world(channel, status, last if channel.rank else Quit(status))
 
 
@@ -100,9 +106,9 @@ def _leave(job: RunJob, error: HpcrlError, well: bool, stuck: Mapping[str, str])
 # ---- the MPI world
 
 
-def join_world() -> tuple[Channel[Any], list[probe.HostReport]]:
-    """Join the MPI world; what every rank finds where it runs.  The process ends with one line if that takes more than
-    INIT seconds."""
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    """End the process with one line if MPI takes more than INIT seconds in the context."""
 
     def late() -> None:
         print(
@@ -113,6 +119,21 @@ def join_world() -> tuple[Channel[Any], list[probe.HostReport]]:
         )
         os._exit(1)
 
+    timer = threading.Timer(INIT, late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def join_world() -> tuple[Channel[Any], probe.HostReport]:
+    """Join the MPI world, and see what there is on this host.
+
+    Raises:
+        UsageError: if mpi4py cannot be used here.
+    """
     try:
         import mpi4py
 
@@ -122,14 +143,9 @@ def join_world() -> tuple[Channel[Any], list[probe.HostReport]]:
         raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/mpirun.md") from error
     check_library(MPI.Get_library_version(), os.environ)
     report = probe.host_report(socket.gethostname())
-    timer = threading.Timer(INIT, late)
-    timer.daemon = True
-    timer.start()
-    MPI.Init_thread()
-    channel: Channel[Any] = Channel(MPI)
-    reports = channel.gather(report)
-    timer.cancel()
-    return channel, reports
+    with _deadline():
+        MPI.Init_thread()
+        return Channel(MPI), report
 
 
 def check_library(library: str, environment: Mapping[str, str]) -> None:
@@ -163,8 +179,10 @@ def leave_world(channel: Channel[Any], status: int, last: Message) -> NoReturn:
         exit_status_relay.tell(status)
     if not channel.close(last):
         if channel.rank == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(5)  # Abort of MPICH waits for an mpirun that is cut off
             channel.world.Abort(status or 1)
-        os._exit(status or 1)  # which ends the world too; Abort of MPICH waits for an mpirun that is cut off
+        os._exit(status or 1)  # which ends the world too
     if "Open MPI" in channel.mpi.Get_library_version():
         channel.mpi.Finalize()  # or else it takes the end of the process for a crash
     os._exit(status)  # MPICH needs no more than that, and over UCX it may never come back from Finalize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -79,3 +80,35 @@ def test_the_library_of_another_mpi_is_named(tmp_path: Path) -> None:
 def test_a_library_fits_its_mpirun(library: str, environment: dict[str, str], named: str) -> None:
     with pytest.raises(UsageError, match=f"mpirun of {named}") if named else contextlib.nullcontext():
         check_library(library, environment)
+
+
+def run_rank(code: str) -> subprocess.CompletedProcess[str]:
+    """A process that runs this code with `rank_main`, and with a channel as rank 0 has one, whose calls the code sets."""
+    head = "import subprocess, sys, time\nfrom types import SimpleNamespace\nfrom hpcrl.launch.mpi import rank_main\n"
+    head += "channel = SimpleNamespace(rank=0, world=SimpleNamespace())\n"
+    return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=60)
+
+
+def test_an_error_of_the_system_leaves_no_process() -> None:
+    """Such as a stale file handle, while rank 0 waits for a command."""
+    done = run_rank(
+        "def gather(report):\n"
+        "    started = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "    print(started.pid, flush=True)\n"
+        "    raise OSError(116, 'Stale file handle')\n"
+        "channel.gather = gather\n"
+        "rank_main.join_world = lambda: (channel, None)\n"
+        "rank_main.run_ranks(None, {}, None, None)\n"
+    )
+    assert done.returncode == 1 and "Stale file handle" in done.stderr, done.stderr
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
+
+
+def test_an_abort_that_never_returns() -> None:
+    """As MPICH's where the link is cut: the rank ends all the same."""
+    done = run_rank(
+        "channel.close = lambda last: False\n"
+        "channel.world.Abort = lambda status: time.sleep(60)\n"
+        "rank_main.leave_world(channel, 1, None)\n"
+    )
+    assert done.returncode == -signal.SIGALRM, done.stderr
