@@ -187,7 +187,8 @@ def gather(
     reports = PublishedRecords(rundir.here / "hosts", HostReport)
     reports.wait(hosts, Deadline(seconds), 0.1, check)
     for host in reports.damaged:
-        read_published(rundir.here / "hosts" / f"{host}.json", HostReport)  # PeerError
+        if found := read_published(rundir.here / "hosts" / f"{host}.json", HostReport):  # or PeerError
+            reports.found[host] = found
     silent = [host for host in hosts if host not in reports.found]
     if len(silent) > lacks:
         raise DeadlineError(

@@ -78,10 +78,11 @@ def lost_hosts(rundir: RunDir | None, allocation: Allocation, until: float = flo
     after it and before `until` (unix time)."""
     if rundir is None:
         return {}
-    file = rundir.here / HOSTS
-    if (hosts := read_if_whole(file, list[Host])) is None:
-        return {}  # it had no hosts yet
-    found = allocation.failed([host.name for host in hosts], file.stat().st_mtime, until)
+    try:
+        began, hosts = (rundir.here / HOSTS).stat().st_mtime, read_if_whole(rundir.here / HOSTS, list[Host])
+    except OSError:
+        return {}
+    found = allocation.failed([host.name for host in hosts or ()], began, until)
     return {name: f"host {name} was lost ({said})" for name, said in found.items()}
 
 

@@ -83,7 +83,8 @@ def copies_directory(wanted: bool, rundir: RunDir) -> Iterator[None]:
     if not wanted or copies_here() is not None:
         yield
         return
-    made = _have(_owner(rundir))
+    first = read_if_whole(rundir.here / FIRST, int)  # of an attempt that does not say whose its copies are: its own
+    made = _have(CopiesOwner(str(rundir.root.resolve()), rundir.attempt if first is None else first))
     os.environ[COPIES] = str(made.path)
     try:
         yield
@@ -100,12 +101,6 @@ def _followed(root: Path) -> bool:
     with contextlib.suppress(OSError, HpcrlError):
         return FOLLOWED in RunDir.latest(root).signs()
     return False
-
-
-def _owner(rundir: RunDir) -> CopiesOwner:
-    """Whose the copies of this attempt are; of an attempt that does not say it: its own."""
-    first = read_if_whole(rundir.here / FIRST, int)
-    return CopiesOwner(str(rundir.root.resolve()), rundir.attempt if first is None else first)
 
 
 def _have(owner: CopiesOwner) -> Scratch:

@@ -208,7 +208,7 @@ class PublishedRecords(Generic[T]):
     """The records that others put into a directory, each in its own file, whole.
 
     found: what has come so far, by the file's name without its ending; each file is read once
-    damaged: why others could not be read, by the same name
+    damaged: those that could not be read, by the same name
     """
 
     def __init__(self, directory: Path, kind: type[T], ending: str = ".json", most: int = MOST) -> None:
@@ -218,7 +218,7 @@ class PublishedRecords(Generic[T]):
             most: bytes of a record.
         """
         self.found: dict[str, T] = {}
-        self.damaged: dict[str, Exception] = {}
+        self.damaged: set[str] = set()
         self._directory = directory
         self._kind = kind
         self._ending = ending
@@ -227,13 +227,13 @@ class PublishedRecords(Generic[T]):
     def poll(self) -> dict[str, T]:
         """All that is there: one listing, and what is new in it."""
         names = {name.removesuffix(self._ending) for name in listed(self._directory) if name.endswith(self._ending)}
-        for name in sorted(names - self.found.keys() - self.damaged.keys()):
+        for name in sorted(names - self.found.keys() - self.damaged):
             try:
                 self.found[name] = read_json(self._directory / f"{name}{self._ending}", self._kind, most=self._most)
             except FileNotFoundError:  # it is gone again
                 continue
-            except (OSError, Damaged) as error:
-                self.damaged[name] = error
+            except (OSError, Damaged):
+                self.damaged.add(name)
         return self.found
 
     def wait(
@@ -252,7 +252,7 @@ class PublishedRecords(Generic[T]):
         """
 
         def come() -> bool:
-            there = self.poll().keys() | self.damaged.keys()
+            there = self.poll().keys() | self.damaged
             return len(there) >= wanted if isinstance(wanted, int) else there >= set(wanted)
 
         poll(lambda: come() or over(), deadline, every)
