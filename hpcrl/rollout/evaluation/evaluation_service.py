@@ -21,6 +21,7 @@ from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.evaluation.custom_evaluator import CustomEvaluator, Evaluated
 from hpcrl.rollout.evaluation.evaluator import Evaluator, answered_by
 from hpcrl.rollout.inputs import RolloutInputs
+from hpcrl.rollout.samplers.sampler import SingleTurnSampler
 from hpcrl.rollout.saved_rollouts import write_samples
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
@@ -59,7 +60,8 @@ class EvaluationService:
         self._evaluator: Evaluator | None = None
         self._own: CustomEvaluator | None = None
         if work.held_out:
-            self._evaluator = Evaluator(options, work.tokenizer, client, work.grading, work.custom)
+            sampler = work.custom or SingleTurnSampler(options, work.tokenizer, client, work.grading)
+            self._evaluator = Evaluator(options, work.tokenizer, sampler)
             if (own := work.hooks.only("eval_function_path")) is not None:
                 self._own = CustomEvaluator(options, self._evaluator, work.held_out, own)
         self._task: asyncio.Task[dict[str, Any]] | None = None

@@ -24,15 +24,13 @@ import numpy as np
 from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
 from hpcrl.rollout.answers.labels import boxed
-from hpcrl.rollout.engines.completion import Sampling, seed_of
-from hpcrl.rollout.engines.engine_client import EngineClient
-from hpcrl.rollout.grading.service import GradedBy, Grading, grading_metrics
+from hpcrl.rollout.engines.completion import Sampling
+from hpcrl.rollout.grading.service import GradedBy, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.row_checks import Keys
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.custom import CustomSampler
-from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
+from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest, Sampler
 from hpcrl.sample import Sample
 from hpcrl.utils.sample_parts import TRUNCATED
 
@@ -84,25 +82,10 @@ def sampling_of(held: EvalSet, options: Options, tokenizer: Tokenizer) -> Sampli
 class Evaluator:
     """Evaluates the engines' current weights."""
 
-    def __init__(
-        self,
-        options: Options,
-        tokenizer: Tokenizer,
-        client: EngineClient,
-        grading: Grading | None,
-        custom: CustomSampler | None = None,
-    ) -> None:
-        """Create one.
-
-        Args:
-            custom: makes the responses where the training's are made by the user's function.
-        """
-        assert grading is not None or custom is not None
+    def __init__(self, options: Options, tokenizer: Tokenizer, sampler: Sampler) -> None:
         self._options = options
         self._tokenizer = tokenizer
-        self._client = client
-        self._grading = grading
-        self._custom = custom
+        self._sampler = sampler
 
     async def samples(self, held: HeldOut, version: int) -> list[Sample]:
         """The graded responses to every prompt of a set, in the order of the file."""
@@ -123,31 +106,14 @@ class Evaluator:
     async def one(self, held: HeldOut, asked: ResponseRequest) -> Sample:
         """A graded response of a set."""
         assert asked.held_out is not None
-        number = asked.group.number
-        prompt = asked.group.prompt
-        index = asked.index
         sampling = asked.held_out.sampling
         if (context := held.eval_set.max_context_len) is not None:
-            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - len(prompt.tokens)))
-        if self._custom is not None:
-            asked = replace(asked, held_out=replace(asked.held_out, sampling=sampling))
-            found = await self._custom.make(asked)
-            return found[-1].replace(reward=float(np.mean([sample.score for sample in found])))
-        assert self._grading is not None
-        what = f"evaluation {held.name} of policy version {asked.version}"
-        tally = self._grading.tally(what, asked.held_out.size, asked.held_out.n_samples_per_prompt)
-        seed = (
-            seed_of("evaluate", self._options.rollout_seed, held.name, number, index)
-            if sampling.temperature > 0
-            else None
-        )
-        completion = await self._client.complete(prompt.tokens, sampling, seed, asked.version)
-        response = self._tokenizer.decode(
-            completion.tokens, frozenset(sampling.stop_token_ids), sampling.skip_special_tokens
-        )
-        sample = completion.sample(number, index, prompt, response, asked.held_out.n_samples_per_prompt)
-        await self._grading.grade(sample, prompt.where, tally, asked.held_out.by)
-        return sample
+            left = context - len(asked.group.prompt.tokens)
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
+        found = await self._sampler.make(replace(asked, held_out=replace(asked.held_out, sampling=sampling)))
+        if len(found) == 1:
+            return found[0]
+        return found[-1].replace(reward=float(np.mean([sample.score for sample in found])))
 
 
 # ---- results

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.grading.service import Grading, Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampled_tokens import received
-from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
+from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.rollout.samplers.transcript import turns_of
 from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, CustomCall, CustomResult, SamplerSetup, send_sample, unpack
 from hpcrl.rollout.worker_pool import Job, WorkerFailure, WorkerPool, with_retries
@@ -94,7 +93,7 @@ class CustomSampler:
             found = list(asked.partial)
             await self._grade(asked, found)
             return found
-        making = ResponseContext(self._sampling(asked), self._seed(asked), asked.version)
+        making = ResponseContext(asked.sampling(self._train), asked.seed(self._options.rollout_seed), asked.version)
         each, key = self._options.n_samples_per_prompt, self._options.reward_key
         if asked.held_out:
             each, key = asked.held_out.n_samples_per_prompt, asked.held_out.by.key
@@ -111,16 +110,6 @@ class CustomSampler:
         asked.results.extend(found)
         await self._grade(asked, found)
         return found
-
-    # ---- calls
-
-    def _sampling(self, asked: ResponseRequest) -> Sampling:
-        sampling = asked.held_out.sampling if asked.held_out else self._train
-        return replace(sampling, temperature=0.0) if asked.index == GREEDY else sampling
-
-    def _seed(self, asked: ResponseRequest) -> tuple[object, ...]:
-        what = ("evaluate", asked.held_out.name) if asked.held_out else ("train", asked.rollout_id)
-        return what[0], self._options.rollout_seed, what[1], asked.group.number, asked.index
 
     # ---- the call
 
@@ -218,8 +207,7 @@ class CustomSampler:
                 shown = f"response {last.response_index} of group {last.group_index}, {where}"
                 self._count(asked, where, f"{last.grading_error} ({shown})")
             else:
-                what, size, each = self._batch(asked)
-                tally = self._grading.tally(what, size, each)
+                tally = self._grading.tally(*asked.batch(self._options))
                 await self._grading.grade(last, where, tally, asked.held_out.by if asked.held_out else None)
         parts = dict(last.rewards)
         last.rewards = named[-1] | parts
@@ -241,7 +229,7 @@ class CustomSampler:
         self._count(asked, where, shown, done.mistake)
         end = np.asarray([min(self._tokenizer.eos_ids, default=0)], np.int32)
         tokens = np.concatenate([prompt.array("tokens"), end])
-        routing = self._sampling(asked).routing
+        routing = asked.sampling(self._train).routing
         return prompt.replace(
             tokens=tokens,
             response_length=1,
@@ -262,14 +250,7 @@ class CustomSampler:
         Raises:
             HpcrlError: if those of the batch are too many.
         """
-        self._tallies.tally_of(*self._batch(asked)).fail(where, text, mistake)
-
-    def _batch(self, asked: ResponseRequest) -> tuple[str, int, int]:
-        """(name, responses, responses to a prompt) of the batch that a response is for."""
-        if asked.held_out:
-            held = asked.held_out
-            return f"evaluation {held.name} of policy version {asked.version}", held.size, held.n_samples_per_prompt
-        return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
+        self._tallies.tally_of(*asked.batch(self._options)).fail(where, text, mistake)
 
 
 def _with_commands(samples: list[Sample], done: CustomResult) -> list[Sample]:

@@ -1,9 +1,9 @@
 """What a sampler is, from a prompt of a group to one or several finished, graded samples; and the two plain ones.
 
 Invariants: a sampler knows nothing of batches, filters or the ledger; its caller decides what becomes of its samples.
-Every request of `SingleTurnSampler` brings a seed made of --rollout-seed, rollout, group and index, so that no two
-samples share their noise, whichever engine answers.  In deterministic mode a sample depends on that seed, the weights
-and the prompt alone, and not on what else was in flight.
+Every request of `SingleTurnSampler` brings a seed made of --rollout-seed, rollout (or held-out set), group and index,
+so that no two samples share their noise, whichever engine answers.  In deterministic mode a sample depends on that
+seed, the weights and the prompt alone, and not on what else was in flight.
 """
 
 from __future__ import annotations
@@ -58,6 +58,26 @@ class ResponseRequest:
     partial: tuple[Sample, ...] = ()
     results: list[Sample] = field(default_factory=list, compare=False)
 
+    def sampling(self, training: Sampling) -> Sampling:
+        """How it is sampled.
+
+        Args:
+            training: how responses of a training batch are.
+        """
+        sampling = self.held_out.sampling if self.held_out else training
+        return replace(sampling, temperature=0.0) if self.index == GREEDY else sampling
+
+    def seed(self, rollout_seed: int) -> tuple[object, ...]:
+        """What its seed is made of (`seed_of`)."""
+        what = ("evaluate", self.held_out.name) if self.held_out else ("train", self.rollout_id)
+        return what[0], rollout_seed, what[1], self.group.number, self.index
+
+    def batch(self, options: Options) -> tuple[str, int, int]:
+        """(name, responses, responses to a prompt) of the batch that it is for."""
+        if held := self.held_out:
+            return f"evaluation {held.name} of policy version {self.version}", held.size, held.n_samples_per_prompt
+        return f"rollout {self.rollout_id}", options.samples_per_rollout, options.n_samples_per_prompt
+
 
 class Sampler(Protocol):
     """Makes samples."""
@@ -73,33 +93,29 @@ class SingleTurnSampler:
     """Samples from the policy, graded by the reward where there is one."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer, client: EngineClient, grading: Grading | None) -> None:
-        self._sampling = Sampling.from_options(options, tokenizer)
-        self._seed = options.rollout_seed
+        self._options = options
+        self._train = Sampling.from_options(options, tokenizer)
         self._tokenizer = tokenizer
         self._client = client
         self._grading = grading
-        self._size = options.samples_per_rollout
-        self._each = options.n_samples_per_prompt
 
     async def make(self, asked: ResponseRequest) -> list[Sample]:
-        group, index = asked.group, asked.index
-        seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
-        sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
+        group, sampling, batch = asked.group, asked.sampling(self._train), asked.batch(self._options)
+        seed = seed_of(*asked.seed(self._options.rollout_seed))
         completion = completion_of(*asked.partial) if asked.partial else None
         if completion is None or completion.status == ABORTED:
             completion = await self._client.complete(
                 group.prompt.tokens, sampling, seed, asked.version, begun=completion
             )
-        stops = frozenset(self._sampling.stop_token_ids)
-        skip = self._sampling.skip_special_tokens
-        response = self._tokenizer.decode(completion.tokens, stops, skip)
-        sample = completion.sample(group.number, index, group.prompt, response, self._each)
+        stops = frozenset(sampling.stop_token_ids)
+        response = self._tokenizer.decode(completion.tokens, stops, sampling.skip_special_tokens)
+        sample = completion.sample(group.number, asked.index, group.prompt, response, batch[-1])
         if sample.status == ABORTED:
             return [sample]
         asked.results.append(sample)
         if self._grading is not None:
-            tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
-            await self._grading.grade(sample, group.prompt.where, tally)
+            by = asked.held_out.by if asked.held_out else None
+            await self._grading.grade(sample, group.prompt.where, self._grading.tally(*batch), by)
         return [sample]
 
 

@@ -22,6 +22,7 @@ from hpcrl.rollout.evaluation.custom_evaluator import CustomEvaluator, Evaluated
 from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.sampler import SingleTurnSampler
 from hpcrl.sample import Sample
 from hpcrl.utils.sample_parts import COMPLETED
 from tests.support.options import GRPO
@@ -43,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 class Engines:
     """In the place of the engines: a response of two tokens, which are the last of the prompt and of the seed."""
 
-    async def complete(self, prompt: np.ndarray, sampling: Any, seed: int | None, version: int) -> Completion:
+    async def complete(self, prompt: np.ndarray, sampling: Any, seed: int | None, version: int, **_: Any) -> Completion:
         await asyncio.sleep(0)
         tokens = np.asarray([prompt[-1], 10 + (seed or 0) % 50], np.int32)
         return Completion(tokens, np.full(2, -0.5, np.float32), np.full(2, version, np.int32), COMPLETED)
@@ -133,7 +134,8 @@ def attempt(
     }
     options = Options(**(base | {"eval_function_path": f"{HERE}.{function}"} | values))
     held = read_held_out(options, tokenizer)
-    evaluator = Evaluator(options, tokenizer, Engines(), Grades())  # type: ignore[arg-type]
+    sampler = SingleTurnSampler(options, tokenizer, Engines(), Grades())  # type: ignore[arg-type]
+    evaluator = Evaluator(options, tokenizer, sampler)
     return (
         CustomEvaluator(options, evaluator, held, load_own("eval_function_path", f"{HERE}.{function}")),
         evaluator,
