@@ -17,7 +17,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.engine.key_guard import App, Receive, Scope, Send
+from hpcrl.engine.key_guard import JSON, App, Receive, Scope, Send, body_of, reply
 from hpcrl.engine.membership.http import TURN
 from hpcrl.transport.token_frames import ABORT
 from hpcrl.utils.waiting import Deadline
@@ -79,7 +79,7 @@ class GpuSharingMiddleware:
 
     async def _turn(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            event = Event(json.loads(await _body(receive))["event"])
+            event = Event(json.loads(await body_of(receive))["event"])
             if event in (Event.SEND, Event.ANSWER):
                 raise ValueError(f"{event} is counted here")
         except (ValueError, KeyError, TypeError) as error:
@@ -124,20 +124,5 @@ async def _refuse(scope: Scope, send: Send, text: str) -> None:
     await _json(send, 409, {"error": text})
 
 
-async def _body(receive: Receive) -> bytes:
-    body = b""
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ValueError("the client has gone")
-        body = body + message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
 async def _json(send: Send, status: int, found: dict[str, Any]) -> None:
-    body = json.dumps(found).encode()
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body})
+    await reply(send, status, JSON, json.dumps(found).encode())

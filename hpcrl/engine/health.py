@@ -27,7 +27,7 @@ from typing import IO
 import psutil
 
 from hpcrl.engine.gpu_sharing import UPDATES
-from hpcrl.engine.key_guard import App, Message, Receive, Scope, Send
+from hpcrl.engine.key_guard import JSON, App, Message, Receive, Scope, Send, answer
 from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, request_json
 from hpcrl.run.process import descendants
 from hpcrl.utils.waiting import LastSign
@@ -107,12 +107,7 @@ class CoreCalls:
         path, since, until = max(self._calls.values(), key=lambda call: call[2])
         late = (now := time.monotonic()) > until
         text = f"{path} for {now - since:.0f} s, of {until - since:.0f}"
-        body = json.dumps({"error" if late else "at": text}).encode()
-        head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        return [
-            {"type": "http.response.start", "status": LATE if late else 200, "headers": head},
-            {"type": "http.response.body", "body": body},
-        ]
+        return answer(LATE if late else 200, JSON, json.dumps({"error" if late else "at": text}).encode())
 
     async def _ask(self, scope: Scope, receive: Receive) -> list[Message]:
         said: list[Message] = []

@@ -31,6 +31,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+JSON = b"application/json"
 _REFUSED = b'{"error":"this route asks for the key of this engine: Authorization: Bearer <key>"}'
 
 
@@ -73,13 +74,7 @@ class RunKeyGuard:
         if scope["type"] == "lifespan" or admits(scope.get("headers", ()), self._expected):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            head = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(_REFUSED)).encode()),
-                (b"www-authenticate", self._challenge),
-            ]
-            await send({"type": "http.response.start", "status": 401, "headers": head})
-            await send({"type": "http.response.body", "body": _REFUSED})
+            await reply(send, 401, JSON, _REFUSED, (b"www-authenticate", self._challenge))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"})
 
@@ -88,3 +83,37 @@ def admits(headers: Iterable[tuple[bytes, bytes]], expected: bytes) -> bool:
     """Whether the one Authorization header of a request is the expected one."""
     given = [value for name, value in headers if name.lower() == b"authorization"]
     return len(given) == 1 and hmac.compare_digest(given[0], expected)
+
+
+# ---- what every route of ours reads and writes
+
+
+def answer(status: int, kind: bytes, body: bytes, *more: tuple[bytes, bytes]) -> list[Message]:
+    """The messages of a whole answer: its status, content type, body and further headers."""
+    head = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
+    return [
+        {"type": "http.response.start", "status": status, "headers": head},
+        {"type": "http.response.body", "body": body},
+    ]
+
+
+async def reply(send: Send, status: int, kind: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    """Send an `answer`."""
+    for message in answer(status, kind, body, *more):
+        await send(message)
+
+
+async def body_of(receive: Receive) -> bytes:
+    """A request's body.
+
+    Raises:
+        ValueError: if the client has gone.
+    """
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ValueError("the client has gone")
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.engine.key_guard import App, Receive, Scope, Send
+from hpcrl.engine.key_guard import App, Receive, Scope, Send, body_of, reply
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.models.lora.serving import ENVIRONMENT
 from hpcrl.transport.token_frames import ABORT, GENERATE, SampleAnswer, encode, read_names, read_request
@@ -61,7 +61,7 @@ class LeanRoute:
 async def abort(client: AsyncLLM, receive: Receive, send: Send) -> None:
     """End samples by their names; 400 for a malformed body."""
     try:
-        names = read_names(await _body(receive))
+        names = read_names(await body_of(receive))
     except ValueError as error:
         return await _text(send, 400, str(error))
     await client.abort(names)
@@ -74,7 +74,7 @@ async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, sen
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
-        request = read_request(await _body(receive))
+        request = read_request(await body_of(receive))
         prompt = np.frombuffer(request.prompt, "<i4").tolist()
         params = sampling_params(request.params)
     except (ValueError, TypeError) as error:
@@ -97,7 +97,7 @@ async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, sen
         raise
     if body is None:
         return await _drop(client, queue, experts)
-    return await _reply(send, 200, b"application/octet-stream", body)
+    return await reply(send, 200, b"application/octet-stream", body)
 
 
 async def _answer(queue: RequestOutputCollector, experts: Experts | None) -> bytes:
@@ -155,25 +155,8 @@ def answer_of(output: CompletionOutput) -> SampleAnswer:
     return SampleAnswer(output.finish_reason or "", np.asarray(output.token_ids, "<i4").tobytes(), values, spans)
 
 
-async def _body(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ValueError("the client has gone")
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 async def _text(send: Send, status: int, text: str) -> None:
-    await _reply(send, status, b"text/plain; charset=utf-8", text.encode())
-
-
-async def _reply(send: Send, status: int, kind: bytes, body: bytes) -> None:
-    head = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body})
+    await reply(send, status, b"text/plain; charset=utf-8", text.encode())
 
 
 # ---- requests for an adapter
