@@ -36,8 +36,9 @@ def closing_line(directory: Path, root: Path) -> str:
         directory: the stage whose evaluations count.
         root: the run.
     """
-    where, sets = shorten_path(str(root)), held_out(directory)
-    if not sets:
+    # without ~, since scripts read this line
+    where = root.relative_to(Path.cwd()) if root.is_relative_to(Path.cwd()) else root
+    if not (sets := held_out(directory)):
         return f"finished  {where}"
     shown = {
         name: " -> ".join(f"{points[i][1]:.2f}" for i in ((0, -1) if len(points) > 1 else (0,)))

@@ -18,7 +18,7 @@ MANY = 25  #: from so many points on, a curve is drawn pale with its mean over a
 class Panel:
     """One of the small multiples: which metrics it shows (label -> metric), and how its axis runs.
 
-    A metric with a * stands for a family, whose curves are labelled with what the * matches.
+    A metric with a * stands for a family, whose curves are labelled with what the * matches; a / only at its end.
     """
 
     title: str
@@ -57,8 +57,8 @@ def series(rows: Sequence[dict[str, Any]], metrics: dict[str, str]) -> Curves:
         for label, metric in metrics.items():
             before, star, after = metric.partition("*")
             for key in [k for k in row if k.startswith(before) and k.endswith(after)] if star else [metric]:
-                if row.get(key) is not None:
-                    name = key[len(before) : len(key) - len(after)] if star else label
+                name = key[len(before) : len(key) - len(after)] if star else label
+                if row.get(key) is not None and not (after and "/" in name):
                     x, y = curves.setdefault(name, ([], []))
                     x.append(row["rollout_id"] + 1)
                     y.append(row[key])

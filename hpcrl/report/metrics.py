@@ -27,6 +27,8 @@ from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
 from hpcrl.utils.untrusted_files import Damaged, open_append, open_regular, parse_json
 
+HELD_OUT_MEAN = re.compile(r"eval/([^/]+)/accuracy")  #: the metric with a held-out set's mean reward
+
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl; what a crash has torn or damaged is left out."""
@@ -269,8 +271,8 @@ def due(step: int, interval: int | None) -> bool:
 
 def held_out_means(row: dict[str, Any]) -> dict[str, float]:
     """Held-out set -> its mean reward in this record."""
-    means = {name: value for name, value in row.items() if name.startswith("eval/") and name.endswith("/accuracy")}
-    return {name[len("eval/") : -len("/accuracy")]: value for name, value in means.items() if number(value)}
+    means = {match[1]: row[name] for name in row if (match := HELD_OUT_MEAN.fullmatch(name))}
+    return {name: value for name, value in means.items() if number(value)}
 
 
 def measure(rows: Iterable[dict[str, Any]]) -> str:

@@ -162,6 +162,9 @@ def test_tensorboard_that_fails_ends_no_run(
 
 
 def test_the_closing_line(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(rundir.root.parent))
+    monkeypatch.chdir("/dev")
+    assert closing_line(rundir.root, rundir.root) == f"finished  {rundir.root}"  # a shell expands no ~ in a variable
     monkeypatch.chdir(rundir.root.parent)
     assert closing_line(rundir.root, rundir.root) == "finished  run"
     write(rundir, *STEPS)
@@ -230,7 +233,7 @@ def test_evaluation_curve_and_accuracy(
     monkeypatch.chdir(rundir.root.parent)
     rows: list[dict[str, Any]] = [{"rollout_id": i - 1, "eval/heldout/accuracy": v} for i, v in enumerate(values)]
     for row, flag in zip(rows, flags, strict=False):
-        row["eval/heldout/right_or_wrong"] = flag
+        row |= {"eval/heldout/right_or_wrong": flag, "eval/heldout/reward/accuracy": 3.0}  # a part of the reward
     write(rundir, *rows)
     assert closing_line(rundir.root, rundir.root) == f"held-out {said}  run"
     what = said.partition(":")[0]
@@ -245,6 +248,7 @@ def test_the_picture(rundir: RunDir) -> None:
     assert not draw(rundir), "nothing to draw yet"
     write(rundir, *STEPS)
     assert series(STEPS, {"*": "eval/*/accuracy"}) == {"heldout": ([0, 2], [0.25, 0.75])}
+    assert not series([{"rollout_id": 0, "eval/a/reward/accuracy": 3.0}], {"*": "eval/*/accuracy"})
     assert series(STEPS, {"mean": "train/loss", "max": "train/none"}) == {"mean": ([1, 2], [1.0, 0.5])}
     assert draw(rundir)
     titles = [text.text for text in ET.parse(rundir.root / "curves.svg").iter() if text.get("class") == "title"]

@@ -7,7 +7,6 @@ a recipe without stages with the last one of the others.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from hpcrl.report.curves import Curves, Panel, series
-from hpcrl.report.metrics import WINDOW, number, read_metrics, step_rows
+from hpcrl.report.metrics import HELD_OUT_MEAN, WINDOW, number, read_metrics, step_rows
 from hpcrl.report.page.charts import chart, hue, legend
 from hpcrl.report.page.how_it_ran import options_of, shown
 from hpcrl.report.page.one_run import as_fields
@@ -110,7 +109,7 @@ def facts(runs: Sequence[Compared], stage: str) -> Iterator[tuple[str, list[str]
     rewards = [_mean(step_rows(one.logged(stage))[-WINDOW:], "rollout/reward") for one in runs]
     yield f"reward, last {WINDOW} steps", rewards
     keys = dict.fromkeys(key for one in runs for row in one.logged(stage) for key in row)
-    for name in (match[1] for key in keys if (match := re.fullmatch(r"eval/(.+)/accuracy", key))):
+    for name in (match[1] for key in keys if (match := HELD_OUT_MEAN.fullmatch(key))):
         yield f"{visible(name)}, first", [_accuracy(one.logged(stage), name, 0) for one in runs]
         yield f"{visible(name)}, last", [_accuracy(one.logged(stage), name, -1) for one in runs]
     yield "seconds per step", [_mean(step_rows(one.logged(stage))[-WINDOW:], "perf/step_time") for one in runs]

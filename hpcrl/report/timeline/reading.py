@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.report.run_files import Run
-from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, MOST, Header, merged_of, order
+from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, Header, merged_of, order
 from hpcrl.utils.untrusted_files import SAMPLES, count_of, read_regular
 
 
@@ -81,7 +81,7 @@ def read_stage(stage: Path) -> list[Track]:
         if number is not None:
             merged = merged_of(folder)
             for path in [merged] if merged.is_file() else folder.glob("*.jsonl"):
-                found += read_tracks(path, number, SAMPLES)
+                found += read_tracks(path, number)
     return sorted(found, key=lambda track: (track.attempt, track.role, track.header.index, track.header.opened))
 
 
@@ -91,14 +91,10 @@ def read_launchers(root: Path) -> list[Track]:
     return sorted((track for path in paths for track in read_tracks(path, None)), key=lambda track: track.header.opened)
 
 
-def read_tracks(path: Path, attempt: int | None, most: int = MOST) -> list[Track]:
-    """The tracks of a file, one for each process that has written it.
-
-    Args:
-        most: bytes; a larger file counts as empty.
-    """
+def read_tracks(path: Path, attempt: int | None) -> list[Track]:
+    """The tracks of a file, one for each process that has written it."""
     tracks: list[Track] = []
-    for row in _rows(path, most):
+    for row in _rows(path):
         if isinstance(row, Header):
             tracks.append(Track(row, attempt))
         elif tracks:
@@ -106,13 +102,13 @@ def read_tracks(path: Path, attempt: int | None, most: int = MOST) -> list[Track
     return tracks
 
 
-def _rows(path: Path, most: int) -> Iterator[Header | Span]:
+def _rows(path: Path) -> Iterator[Header | Span]:
     header = msgspec.json.Decoder(Header).decode
     short, long = (
         msgspec.json.Decoder(kind).decode for kind in (tuple[str, int, int], tuple[str, int, int, dict[str, Any]])
     )
     try:
-        lines = read_regular(path, most).split(b"\n")
+        lines = read_regular(path, SAMPLES).split(b"\n")
     except OSError:
         return
     for line in lines[:-1]:

@@ -7,9 +7,9 @@ The first line is a `Header`, every other one `[name, begin, end, {more}]`: inte
 host's clock. A moment has no length; a name that begins with # is a counter, whose values are in `more`.
 
 Invariants: the writer and the reader of a span take its name from here; a line goes out with one call, so that
-a crash loses the line that was being written and no more; within a process time never goes back; a file holds MOST
-bytes at most, which are weeks of work. Later lines, and lines that cannot be written, are left out: a timeline never
-ends a run.
+a crash loses the line that was being written and no more; within a process time never goes back; a file has MOST
+bytes and a line at most, which are weeks of work. Later lines, and lines that cannot be written, are left out: a
+timeline never ends a run.
 """
 
 from __future__ import annotations
