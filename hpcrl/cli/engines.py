@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.cli.find_run import find_run
+from hpcrl.cli.recipe_argument import choose_recipe
 from hpcrl.cli.try_target import sampling_stage
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
@@ -79,12 +80,11 @@ def serve(argv: list[str]) -> int:
     if "help" in own:
         print(SERVE_USAGE)
         return 0
-    if len(words) != 1 or not {"listen", "keys"} <= own.keys():
-        raise UsageError(
-            "a recipe, --listen and --keys are needed", "hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR"
-        )
+    if not {"listen", "keys"} <= own.keys():
+        raise UsageError("--listen and --keys are needed", "hpcrl engines serve RECIPE --listen HOST:PORT --keys DIR")
     split_address(own["listen"], "--listen")
-    _, options = sampling_stage(load_recipe(words[0]), overrides, _NOWHERE, own.get("stage"))
+    recipe = load_recipe(choose_recipe(words, None, "hpcrl engines serve"))
+    _, options = sampling_stage(recipe, overrides, _NOWHERE, own.get("stage"))
     if "{run}" in (options.hf_checkpoint or ""):
         raise UsageError(
             f"--hf-checkpoint does not exist before the run: {options.hf_checkpoint}", "give --hf-checkpoint"

@@ -62,7 +62,7 @@ def evaluate(argv: list[str]) -> int:
     """The command."""
     overrides, own, words = parse_flags(argv, SUBMIT | {"submit": Kind("bool")})
     if "print" in own:
-        raise UsageError("--print has no effect here", "--dry-run prints the script")
+        raise UsageError("--print has no effect here", "--site NAME --dry-run prints the script")
     recipe, overrides = recipe_for(Path(choose_recipe(words, None, "hpcrl eval")), overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if own.pop("submit", False) or own.keys() - {"dry-run"}:

@@ -23,7 +23,7 @@ USAGE = """\
 usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch [RECIPE.toml] --hostfile FILE [--option value ...]
        hpcrl launch [RECIPE.toml] --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
        hpcrl launch --resume RUN --hostfile FILE [--live-code] [...]
-       hpcrl launch --hostfile FILE [...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
+       hpcrl launch --hostfile FILE [...] -- ARGUMENTS     the arguments of a slime or vime script
 
   --hostfile FILE    the machines and their slots, in any dialect; the order of roles and ranks comes from it
   --mpirun COMMAND   mpirun with arguments, such as "mpirun --mca btl_tcp_if_include eth0"; default: mpirun

@@ -34,7 +34,7 @@ your runs
   hpcrl report RUN --to wandb|trackio|mlflow   send curves, options and samples there
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN ends it without saving
   hpcrl resume RUN                             continue a run from its last checkpoint
-  hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts; --site S: as a job
+  hpcrl eval RECIPE|RUN|HF-DIR                 sample and grade held-out prompts; --site S: as a job
   hpcrl convert WHAT ...                       convert a checkpoint: to-torch-dist, to-hf, to-fp8
 cluster
   hpcrl submit RECIPE.toml [--site S]          submit a recipe as one batch job of Slurm; --dry-run: show the script
@@ -56,9 +56,9 @@ examples
   hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --grpo.eval-interval 5 --run-dir runs/short
   hpcrl run examples/quickstart.toml --recompute-granularity selective --vllm-max-num-seqs 64
 
-A recipe is a TOML file, or the folder of it that init made; without one, recipe.toml of this directory. Its keys are
-options; a flag overrides a key, --STAGE.option in that stage. Ctrl-C or SIGTERM saves and ends, a second one ends
-without saving. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
+RECIPE.toml may also be a folder that init made; the default is ./recipe.toml. Its keys are options. A flag overrides a
+key, --STAGE.option does so in one stage. Ctrl-C or SIGTERM saves and ends, a second one ends without saving.
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

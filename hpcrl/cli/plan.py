@@ -40,7 +40,7 @@ from hpcrl.run.gpu_environment import for_this_machine
 
 USAGE = """\
 usage: hpcrl plan [RECIPE.toml] [--hostfile FILE] [--option value ...]
-       hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
+       hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     the arguments of a slime or vime script
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many slots as needed
   --groups           show every process and parallel group with its ranks and hosts

@@ -12,7 +12,7 @@ from hpcrl.errors import UsageError
 
 RUN_HELP = """\
 usage: hpcrl run [RECIPE.toml] [--option value ...] [--dry-run]
-       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them
+       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     the arguments of a slime or vime script
        hpcrl run --resume RUN_DIR
 
   --dry-run                       print plan and options of each stage; start nothing

@@ -33,15 +33,15 @@ USAGE = """\
 usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
        hpcrl submit RECIPE.toml --dry-run       print the plan, the script and the command; submit nothing
        hpcrl submit RECIPE.toml --print         print the script of one job, to edit and submit with sbatch
-       hpcrl submit [--site NAME ...] -- ARGUMENTS    slime's or vime's, as its scripts give them to train.py
+       hpcrl submit [--site NAME ...] -- ARGUMENTS    the arguments of a slime or vime script
 
   --site NAME        profile of the cluster: sites/NAME.toml, or a path; default $HPCRL_SITE
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS
   --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
                      ordinary job, its nodes divided by the plan)
   --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
-  --chain N          N jobs in a row, for sites that do not requeue jobs: the next continues when one ends at its time
-                     limit; the rest end when the run is done
+  --chain N          for sites that do not requeue jobs: submit N jobs, each of which continues where the one before
+                     it ended; those that are not needed end at once
   --after JOB ...    start when these jobs have succeeded, such as the conversion of the model
 
 Options are those of hpcrl run; without a recipe the command takes recipe.toml of this directory. It submits one Slurm

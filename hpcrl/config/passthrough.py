@@ -242,8 +242,8 @@ def _irregular(flag: str, regular: Target | None) -> Target:
 def _flags(table: Table, setting: Setting) -> dict[str, Target]:
     """The flags of a setting: --x, or --vllm-x for one of vLLM's.
 
-    --no-x turns a switch off. Megatron's switches that are on by default also have --disable-x, and the names that they
-    declare."""
+    --no-x turns a switch off. Megatron's switches that are on by default also have --disable-x. Other
+    names that a setting declares are flags too."""
     name, prefix = dashed(setting.name), "vllm-" if table == "vllm" else ""
     flags: dict[str, bool | None] = dict.fromkeys((name, *setting.spellings))
     if setting.kind.base == "bool" and not setting.kind.many:

@@ -92,7 +92,8 @@ class WeightSender:
         self._agree()
         self.needs = needed_tensors(self.manifests)
         first = self.manifests[0][0]
-        self.unknown = () if first["unseen"] else tuple(first["opaque"])  # how names begin that say no more
+        # prefixes of tensors that the engines do not describe
+        self.unknown = () if first["unseen"] else tuple(first["opaque"])
         self.ties: dict[str, list[str]] = {}
         for name, need in first["tensors"].items():
             if need["same_as"]:

@@ -55,16 +55,14 @@ class AnswerStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         opened = zlib.decompressobj()
         try:
             text = opened.decompress(packed, LARGEST)
-            return json.loads(text) if opened.eof else _refuse(worker)
+            if not opened.eof:
+                raise PeerError(f"engine worker {worker} answered with more than {LARGEST} bytes")
+            return json.loads(text)
         except (zlib.error, ValueError) as error:
             raise PeerError(f"engine worker {worker} put an invalid answer into the store") from error
 
     def _name(self, worker: str) -> str:
         return f"answer {self.engine} {worker}"
-
-
-def _refuse(worker: str) -> Any:
-    raise PeerError(f"engine worker {worker} answered with more than {LARGEST} bytes")
 
 
 def worker_name(part: int, rank: int) -> str:

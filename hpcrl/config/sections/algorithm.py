@@ -48,11 +48,11 @@ class AlgorithmOptions(Base):
     sapo_tau_neg: float = opt(1.05, "sapo: temperature for other advantages", gt=0)
     dpo_beta: float = opt(0.1, "dpo_loss: a smaller beta lets the policy move farther from the reference", gt=0)
     entropy_coef: float = opt(0.0, "weight of the entropy bonus", "slime", ge=0)
-    kl_coef: float = opt(0.0, "weight of the KL to the reference, subtracted from rewards", "slime", ge=0)
+    kl_coef: float = opt(0.0, "weight of the KL from the reference model, subtracted from rewards", "slime", ge=0)
     use_kl_loss: bool = opt(
-        False, "add the KL to the reference to the loss; with --kl-loss-coef 0 only measure it", "slime"
+        False, "add the KL from the reference model to the loss; with --kl-loss-coef 0 only measure it", "slime"
     )
-    kl_loss_coef: float = opt(0.0, "weight of that term", "slime", ge=0)
+    kl_loss_coef: float = opt(0.0, "weight of the KL loss", "slime", ge=0)
     kl_loss_type: str = opt("k1", "KL estimator: k1, k2, k3, low_var_kl, or module.function of a custom one", "slime")
     use_unbiased_kl: bool = opt(
         False, "weight the KL term by the importance ratio, which corrects value and gradient off policy", "slime"

@@ -13,7 +13,7 @@ class DataOptions(Base):
     prompt_data: str | list[str] | None = opt(
         None,
         "prompt file, .jsonl or .parquet, or a folder of task folders (docs/agents.md); PATH@[START:STOP] takes a "
-        "slice of its rows; several are one set, or with PATH=WEIGHT each a mixture",
+        "slice of its rows; several are joined, or mixed if each is PATH=WEIGHT",
         "slime",
     )
     input_key: str = opt("input", "key of the prompt: a string or a list of chat messages", "slime")

@@ -262,8 +262,8 @@ def load_nothing(policy: Any) -> None:
 
 
 def export(policy: Any, buffer: int) -> int:
-    """Write every tensor of a rank into the two buffers of `buffer` bytes that an update sends from; return
-    the number of elements.
+    """Write every tensor of a rank through one buffer of `buffer` bytes, as an update does; return the number of
+    elements.
 
     Args:
         policy: the part of it that is sent (`weight_export.sent_part`).
