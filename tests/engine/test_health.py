@@ -13,7 +13,8 @@ import pytest
 
 from hpcrl.engine.health import CoreCalls, StoppedProcess
 from hpcrl.engine.membership.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, request_json
-from tests.support.engines import PROMPT, Engines, generate, gone
+from tests.support.engines import PROMPT, Engines, generate
+from tests.support.runs import gone
 from tests.support.tiny import make_model
 
 

@@ -30,7 +30,8 @@ from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.sample import Sample
 from hpcrl.weights.comparison import Differs
 from hpcrl.weights.pieces.elements import PieceValues
-from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Engines, Pairs, Reference, Side, generate, gone, raw_push
+from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Engines, Pairs, Reference, Side, generate, raw_push
+from tests.support.runs import gone
 from tests.support.tiny import make_model
 
 pytestmark = pytest.mark.vllm

@@ -6,10 +6,10 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hpcrl.run.process import LATE, MISSING, CommandResult, run_command
+from tests.support.runs import gone
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,4 @@ def test_late_command_is_ended(tmp_path: Path) -> None:
     answer = run_command(["sh", "-c", f"sleep 60 & echo $! > {file}; sleep 60"], 1)
     assert (answer.code, answer.out, answer.last_output) == (LATE, "", "no answer within 1 s")
     assert time.monotonic() - began < 10
-    deadline, child = time.monotonic() + 5, int(file.read_text())
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "its child still runs"
-        time.sleep(0.05)
+    assert gone([int(file.read_text())]), "its child still runs"

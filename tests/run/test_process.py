@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
 from tests.support.children import read_line
+from tests.support.runs import gone
 
 pytestmark = pytest.mark.process
 
@@ -26,16 +25,9 @@ print(out.decode().strip())
 """
 
 
-def gone(pid: int, seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not psutil.pid_exists(pid)
-
-
 def test_a_stubborn_orphan_in_its_own_session_is_ended() -> None:
     out = subprocess.run([sys.executable, "-c", TREE], stdout=subprocess.PIPE, check=True, timeout=60).stdout
-    assert gone(int(out))
+    assert gone([int(out)], 60)
 
 
 def test_role_dies_with_its_parent() -> None:
@@ -53,7 +45,7 @@ def test_role_dies_with_its_parent() -> None:
     pid = int(read_line(process))
     process.kill()
     process.wait(60)
-    assert gone(pid)
+    assert gone([pid], 60)
 
 
 #: a role whose forked process, and what that one forked, wait for what never comes
@@ -78,7 +70,7 @@ def test_what_a_role_has_forked_dies_with_it() -> None:
     pids = [int(read_line(process)) for _ in range(2)]
     process.kill()
     process.wait(60)
-    assert all(gone(pid) for pid in pids)
+    assert gone(pids, 60)
 
 
 WAITS_IN_TORCH = """

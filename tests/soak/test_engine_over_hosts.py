@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from hpcrl.plan import Host, make_plan
-from tests.support.engines import CLOSE, Engines, Side, gone
-from tests.support.runs import REPO
+from tests.support.engines import CLOSE, Engines, Side
+from tests.support.runs import REPO, gone
 from tests.support.tiny import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]

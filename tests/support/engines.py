@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.pieces.wire import process_identity
 from hpcrl.weights.redistribution.layouts import whole
 from hpcrl.weights.sender import WeightSender
-from tests.support.runs import REPO, alive
+from tests.support.runs import REPO
 
 Pairs = list[tuple[str, torch.Tensor]]
 PROMPT = list(range(20, 44))
@@ -132,16 +132,6 @@ class Engines:
         for process in running:
             process.terminate()
         return [process.wait(30) for process in running]
-
-
-def gone(pids: Iterable[int], seconds: float = 10) -> bool:
-    """Whether none of the processes is left within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while any(map(alive, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def generate(address: Address, prompt: Sequence[int], count: int, **sampling: Any) -> dict[str, Any]:

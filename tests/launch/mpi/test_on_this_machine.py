@@ -16,7 +16,7 @@ import pytest
 from hpcrl.errors import UsageError
 from hpcrl.launch.mpi.rank_main import check_library
 from tests.support.able import find_mpirun, needs
-from tests.support.runs import SFT, all_gone, metrics, recipe
+from tests.support.runs import SFT, alive, all_gone, metrics, recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.core, needs("mpirun")]
 ENV = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -101,7 +101,7 @@ def test_an_error_of_the_system_leaves_no_process() -> None:
         "rank_main.run_ranks(None, {}, None, None)\n"
     )
     assert done.returncode == 1 and "Stale file handle" in done.stderr, done.stderr
-    assert not Path(f"/proc/{int(done.stdout)}").exists()
+    assert not alive(int(done.stdout))
 
 
 def test_an_abort_that_never_returns() -> None:

@@ -26,6 +26,7 @@ from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.sample import Sample
 from tests.support.able import needs
 from tests.support.http_server import Server
+from tests.support.runs import gone
 from tests.support.shares import plain_sample
 
 pytestmark = pytest.mark.process  # rewards run in processes of their own
@@ -347,12 +348,7 @@ def test_a_grading_that_never_returns_is_a_time_out(name: str, values: dict[str,
 def test_what_a_killed_reward_had_started_is_ended_too(tmp_path: Path) -> None:
     graded(sample(str(tmp_path / "pid")), custom_rm_path=f"{HERE}.starts_a_process", reward_timeout=1.0)
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while (
-        psutil.pid_exists(pid) and time.monotonic() < deadline and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ):
-        time.sleep(0.02)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert gone([pid])
 
 
 def stop_after_start(grading: Grading) -> int:
@@ -410,11 +406,7 @@ def test_a_hostile_integral_is_stopped() -> None:
 def test_a_process_ends_with_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    pid = int(done.stdout)
-    deadline = time.monotonic()
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - deadline < 60
-        time.sleep(0.05)
+    assert gone([int(done.stdout)], 60)
 
 
 def test_cancelled_grading() -> None:

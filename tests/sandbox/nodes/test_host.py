@@ -21,7 +21,7 @@ from hpcrl.run.role import read_options
 from hpcrl.run.rundir import STOP, RunDir
 from hpcrl.transport.auth import make_keys
 from tests.support.able import needs
-from tests.support.runs import REPO
+from tests.support.runs import REPO, alive
 
 pytestmark = [pytest.mark.process, needs("namespaces")]
 
@@ -79,7 +79,7 @@ def test_a_server_that_is_killed_is_started_again(rundir: RunDir, host: subproce
             os.kill(peer.pid, signal.SIGKILL)
     rundir.request_end()
     assert host.wait(60) == 0 and rundir.failure() is None
-    until(lambda: not Path(f"/proc/{peer.pid}").exists())
+    until(lambda: not alive(peer.pid))
 
 
 def test_a_kind_that_cannot_be_had_is_final(rundir: RunDir) -> None:
