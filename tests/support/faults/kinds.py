@@ -258,7 +258,7 @@ def local_kinds() -> list[Kind]:
         Kind("SIGSTOP of all for up to 3 s", all_asleep, ends=False, weight=2),
         Kind("state.json removed", state_removed, ends=False, weight=0.5),
         Kind("SIGTERM", told(signal.SIGTERM), says="stopped", weight=1.5, orderly=True),
-        Kind("SIGINT, twice", told(signal.SIGINT, signal.SIGINT), says="stopped|ended at once"),
+        Kind("SIGINT, twice", told(signal.SIGINT, signal.SIGINT), says="stopped|ended without saving"),
         Kind("hpcrl stop", stop_command, says="stopped", weight=0.5, orderly=True),
         Kind("SIGUSR1", told(signal.SIGUSR1), says="stopped", weight=0.5),
         Kind("full disk", full_disk, says=r"no space left|full", weight=1.5),
