@@ -1,2 +1,2 @@
-"""The user's own code in a run: which directories are copied, and which of their files (`directories.py`), the copies
-in the run directory (`snapshot.py`), and the commit that is checked out around a recipe (`commit.py`)."""
+"""The user's own code in a run: which directories are copied, which of their files, and of which commit
+(`directories.py`), and the copies in the run directory (`snapshot.py`)."""
