@@ -220,7 +220,7 @@ def test_all_watchers_are_killed() -> None:
                     await box.run("sleep 4732")
 
             tasks = [asyncio.create_task(use()) for _ in range(10)]
-            await until(lambda: len(sleepers("4732")) == 20)
+            await until(lambda: len(sleepers("4732")) == 20 and not pool.counts().making)
             left = all_of(pool)
             for pid in watchers(pool):
                 os.kill(pid, signal.SIGKILL)
