@@ -18,7 +18,8 @@ MANY = 25  #: from so many points on, a curve is drawn pale with its mean over a
 class Panel:
     """One of the small multiples: which metrics it shows (label -> metric), and how its axis runs.
 
-    A metric with a * stands for a family, whose curves are labelled with what the * matches; a / only at its end.
+    A metric with a * stands for a family, whose curves are labelled with what the * matches. Only a * at
+    the end of a metric matches a slash.
     """
 
     title: str

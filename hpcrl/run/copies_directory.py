@@ -83,7 +83,7 @@ def copies_directory(wanted: bool, rundir: RunDir) -> Iterator[None]:
     if not wanted or copies_here() is not None:
         yield
         return
-    first = read_if_whole(rundir.here / FIRST, int)  # of an attempt that does not say whose its copies are: its own
+    first = read_if_whole(rundir.here / FIRST, int)  # the attempt that made the copies; no file: this one
     made = _have(CopiesOwner(str(rundir.root.resolve()), rundir.attempt if first is None else first))
     os.environ[COPIES] = str(made.path)
     try:
