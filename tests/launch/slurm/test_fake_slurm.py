@@ -77,7 +77,7 @@ def test_steps_of_a_heterogeneous_job(queue: Queue, tmp_path: Path) -> None:
 echo $SLURM_HET_SIZE $SLURM_JOB_NODELIST_HET_GROUP_0 $SLURM_JOB_NODELIST_HET_GROUP_1 $SLURMD_NODENAME
 {step} --het-group=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 bash -c '{task.format(tmp_path)}'
 echo status $?
-{step} --het-group=1 --nodes=1 --ntasks=1 bash -c 'echo $SLURMD_NODENAME; kill -9 $$'
+{step} --het-group=1 --nodes=1 --ntasks=1 bash -c 'echo $SLURMD_NODENAME; sleep 1; kill -9 $$'
 echo status $?
 {step} --het-group=0 --nodelist=node2 --nodes=1 --ntasks=1 bash -c 'echo $SLURMD_NODENAME'
 exit 7
@@ -91,11 +91,14 @@ exit 7
     ]
     said(queue, "scontrol", "release", number)
     assert ends(queue, number) == "FAILED"
-    assert output(tmp_path) == [
+    lines = output(tmp_path)
+    cancelled = "slurmstepd: error: *** STEP N.0 ON node1 CANCELLED AT TIME ***"
+    if isinstance(queue, FakeSlurmQueue):  # Slurm's own line is lost where the task has ended before it is sent
+        assert cancelled in lines
+    assert [line for line in lines if line != cancelled] == [
         "2 node[1-2] node3 node1",
         "srun: error: node2: task 1: Exited with exit code 3",
         "srun: launch/slurm: _step_signal: Terminating StepId=N.0",
-        "slurmstepd: error: *** STEP N.0 ON node1 CANCELLED AT TIME ***",
         "srun: error: node1: task 0: Terminated",
         "status 143",
         "node3",
