@@ -190,7 +190,7 @@ class BoxInit:
             if lasting:
                 raise
             return {"code": 126, "sizes": [0, 0], "cut": [False, False], "late": False, "limit": _FULL}
-        with contextlib.suppress(BlockingIOError):  # it has not looked for long, and will
+        with contextlib.suppress(OSError):  # it has not looked for long; or it is gone, as is seen next
             self._watcher.send(WAKE)
         self._running[head["n"]] = running
         return {} if lasting else None
