@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from hpcrl.run.rundir import TRACKER, write_atomic
 from tests.documents.texts import printed
 from tests.support.options import GRPO
 from tests.support.rundirs import make
+from tests.support.runs import unused_port
 
 pytestmark = pytest.mark.vllm
 SECONDS = 200
@@ -60,8 +60,7 @@ def test_a_checkpoint_answers(tmp_path: Path, task: Path) -> None:
     lines = [command.line for command in printed() if command.place.startswith("docs/first-run.md")]
     (served,) = [line for line in lines if "vllm serve" in line]
     (chat,) = [line for line in lines if line.startswith("vllm chat")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     with (tmp_path / "log").open("wb") as log:
         convert, _, serve = served.partition(" && ")
         command = f"{convert} && exec {serve} {FLAGS} --port {port}"

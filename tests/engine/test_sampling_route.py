@@ -129,11 +129,13 @@ def test_aborted_prefix_is_of_the_same_response(side: Side) -> None:
     whole = run(side.engines, group(endless(400), 4))
 
     async def job(generator: EngineClient, pool: EnginePool) -> None:
+        before = await asyncio.to_thread(sampled, side)
         asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
         held = asyncio.create_task(
             generator.complete(TOKENS, endless(60, logprobs=False, evaluation=True), seed_of(9), 0)
         )
-        await asyncio.sleep(0.15)
+        while await asyncio.to_thread(sampled, side) < before + 20:
+            await asyncio.sleep(0.01)
         await generator.abort()
         parts = await asyncio.gather(*asked)
         for part, full in zip(parts, whole, strict=True):

@@ -466,6 +466,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), tied=False)
 
 
+@pytest.mark.timeout(600)
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: Path) -> None:
     cases = {
         "value": ({"vllm": {"load_format": "nothing"}}, "engine 0 on 127.0.0.1: .*(nothing|load_format|load-format)"),
@@ -479,7 +480,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: Path) -> No
     runs = {name: Engines(tmp_path / name, **({"model": model} | values)) for name, (values, _) in cases.items()}
     try:
         for name, (_, pattern) in cases.items():
-            code, message = runs[name].ended(seconds=120)
+            code, message = runs[name].ended(seconds=240)
             assert code != 0, name
             assert re.search(pattern, message), f"{name}: {message}"
             assert "\n" not in message

@@ -140,7 +140,7 @@ class Attempt:
         shares = self.fetch(rollout_id)
         return shares, json.loads(json.dumps(self.call("snapshot", rollout_id=rollout_id, saved=saved)))
 
-    def end(self, seconds: float = 15) -> int:
+    def end(self, seconds: float = 60) -> int:
         return self.process.wait(seconds)
 
     def error(self) -> str:
@@ -576,7 +576,7 @@ def test_sigterm_ends_it_quickly_and_is_no_failure(tmp_path: Path, model: Path) 
         attempt.begin()
         attempt.call("generate", rollout_id=0, version=0)
         attempt.process.send_signal(signal.SIGTERM)
-        assert attempt.end(3) == 143
+        assert attempt.end(15) == 143
         assert attempt.rundir.failure() is None
         assert "Traceback" not in attempt.log.read_text()
 
@@ -586,7 +586,7 @@ def test_it_ends_when_another_role_has_failed(tmp_path: Path, model: Path) -> No
         attempt.begin()
         attempt.call("generate", rollout_id=0, version=0)
         attempt.rundir.fail("trainer", 1, "rank 1 is dead")
-        assert attempt.end(5) == 1
+        assert attempt.end(20) == 1
         assert attempt.rundir.failure().message == "rank 1 is dead"
 
 

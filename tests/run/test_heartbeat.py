@@ -70,13 +70,13 @@ def test_stopped_process_is_found(tmp_path: Path, children: list[subprocess.Pope
     """A stopped process is found, and a living one is not reported."""
     children += [start(tmp_path, "trainer-0", "time.sleep(60)"), start(tmp_path, "trainer-1", "time.sleep(60)")]
     pulse = HeartbeatMonitor(tmp_path, look=0.1)
-    assert looks(pulse, 1.0, 0.8) == []
+    assert looks(pulse, 2.5, 2.0) == []
     children[1].send_signal(signal.SIGSTOP)
     (found,) = looks(pulse, 20, 0.8)
     assert f"(process {children[1].pid}, which is stopped)" in found
     children[1].send_signal(signal.SIGCONT)
     time.sleep(0.3)
-    assert looks(HeartbeatMonitor(tmp_path, look=0.1), 1.0, 0.8) == []
+    assert looks(HeartbeatMonitor(tmp_path, look=0.1), 2.5, 2.0) == []
 
 
 @pytest.mark.process

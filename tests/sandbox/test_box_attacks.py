@@ -100,9 +100,9 @@ def test_what_an_ignored_signal_keeps(loop: Loop, box: Box) -> None:
     stubborn = "trap '' TERM INT HUP QUIT; while :; do sleep 0.05; done"
     assert loop.run(box.run(stubborn, 0.3)).timed_out
     loop.run(box.run(f'(setsid bash -c "{stubborn}" hpcrl-stubborn-4722 > /dev/null 2>&1 &)'))
-    until(lambda: "4722" in command_lines())
+    until(lambda: "hpcrl-stubborn-4722" in command_lines())
     loop.run(box.reset())
-    until(lambda: "4722" not in command_lines())
+    until(lambda: "hpcrl-stubborn-4722" not in command_lines())
     assert "4722" not in loop.run(box.run("cat /proc/*/cmdline")).stdout
 
 
@@ -143,10 +143,10 @@ def test_background_processes_that_keep_outputs_open(loop: Loop, box: Box) -> No
         "import glob, os, time\nheld = {}\nwhile True:\n    for path in glob.glob('/proc/*/fd/[12]'):\n"
         "        try:\n            name = os.readlink(path)\n            if 'pipe' in name and name not in held:\n"
         "                held[name] = os.open(path, os.O_WRONLY)\n        except OSError:\n            pass\n"
-        "    open('/tmp/held', 'w').write(str(len(held)))\n    time.sleep(0.005)\n"
+        "    open('/tmp/new', 'w').write(str(len(held)))\n    os.rename('/tmp/new', '/tmp/held')\n    time.sleep(0.005)\n"
     )
     loop.run(box.write("keep.py", keep))
-    loop.run(box.run(f"({PYTHON} keep.py > /dev/null 2>&1 &)"))
+    loop.run(box.run(f"({PYTHON} keep.py > /dev/null 2>&1 &); until [ -s /tmp/held ]; do sleep 0.01; done"))
 
     async def many() -> None:
         for _ in range(9):

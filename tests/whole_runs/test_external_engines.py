@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 from hpcrl.engine.membership.http import Address, HttpError, request_json
 from hpcrl.run.engine_files import read_views
 from hpcrl.run.rundir import RunDir
-from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe
+from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe, unused_port
 
 pytestmark = pytest.mark.vllm
 
@@ -53,9 +52,7 @@ def end(engine: subprocess.Popen[bytes]) -> None:
 
 def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
     """An engine that no run has started serves one run after another."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = unused_port()
     address = f"127.0.0.1:{port}"
     keys = tmp_path / "keys"
     log = tmp_path / "engine.log"

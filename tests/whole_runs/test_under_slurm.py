@@ -393,7 +393,7 @@ def test_unshared_run_directory(cluster: Cluster, tmp_path: Path, task: Path) ->
     it."""
     path = sft(tmp_path, task)
     printed = hpcrl(
-        cluster, "submit", path, "--print", "--set", "trainer.mem=8G", "engine.mem=8G", "launch_timeout=8"
+        cluster, "submit", path, "--print", "--set", "trainer.mem=8G", "engine.mem=8G", "launch_timeout=20"
     ).stdout
     script = tmp_path / "job.sbatch"
     script.write_text(
@@ -402,6 +402,6 @@ def test_unshared_run_directory(cluster: Cluster, tmp_path: Path, task: Path) ->
         )
     )
     number = cluster.sbatch(script, cwd=tmp_path, env=ENV)
-    cluster.wait_state(number, "FAILED", 60)
+    cluster.wait_state(number, "FAILED", 120)
     said = (tmp_path / f"hpcrl-{number}.out").read_text()
     assert "host node2 does not see /tmp/runs-" in said and "do all hosts share" in said

@@ -103,9 +103,9 @@ def test_what_was_said_is_said_again_in_time() -> None:
         """
 channels.BEAT = 1.0
 if channel.rank:
-    said, end = [], time.monotonic() + 2.5
+    said, end = [], time.monotonic() + 3.2
     while time.monotonic() < end:
-        channel.say(0, OrderState(1 + (end - time.monotonic() < 0.3), None))
+        channel.say(0, OrderState(1 + (end - time.monotonic() < 0.6), None))
         time.sleep(0.01)
     part()
 tell([message.number for _, message in heard(4)])

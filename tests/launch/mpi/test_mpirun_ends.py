@@ -45,10 +45,11 @@ def run(script: str, agent: str = "ssh", hosts: tuple[str, ...] = ()) -> int:
 
 
 def test_what_is_left_after_the_run_has_ended_is_ended(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a host's link is cut for ever: rank 0 has said its last word, mpirun waits for the host, and its ssh to
     that host would outlive it."""
+    monkeypatch.setattr(mpirun, "GRACE", 2.0)  # what follows the last word here takes a moment
     begun = time.monotonic()
     tell = f"{sys.executable} -c 'from hpcrl.launch.mpi.exit_status_relay import tell; tell(3)'"
     ssh = f"sh -c 'echo $$ > {tmp_path}/ssh; exec sleep 100'"

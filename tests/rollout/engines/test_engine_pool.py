@@ -151,7 +151,7 @@ def test_a_prompt_that_fills_the_context_is_an_error(bench: Bench) -> None:
 
 def test_requests_are_spread_and_bounded(bench: Bench) -> None:
     async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # all five of an engine come meanwhile
 
     found = bench.run(many(60), slow, slow, rollout_server_concurrency=5)
     assert len(found) == 60

@@ -119,7 +119,7 @@ async def until(condition: object, seconds: float = 20) -> None:
 def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
     with serving("k" * 64) as served:
         port = served.port
-    context = run_with(tmp_path, f"127.0.0.1:{port}", attempts=3, rollout_health_check_timeout=0.3)
+    context = run_with(tmp_path, f"127.0.0.1:{port}", attempts=3, rollout_health_check_timeout=2.0)
     (context.rundir.keys / "engine-1.key").write_text("k" * 64)
     pool = EnginePool(context.rundir, context.plan, context.options, registry=Registry(1))
     member = pool.registry.members[1]
@@ -201,7 +201,7 @@ def test_an_engine_served_again_has_another_key(tmp_path: Path, fast: None) -> N
     """Who listens at its address meanwhile is told a key that opens nothing afterwards, whatever realm it names."""
     with serving("k" * 64) as first:
         port = first.port
-        context = run_with(tmp_path, f"127.0.0.1:{port}", attempts=3, rollout_health_check_timeout=0.3)
+        context = run_with(tmp_path, f"127.0.0.1:{port}", attempts=3, rollout_health_check_timeout=2.0)
         (context.rundir.keys / "engine-1.key").write_text("k" * 64)
 
         async def go() -> None:

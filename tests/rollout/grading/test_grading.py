@@ -325,11 +325,11 @@ def test_what_a_reward_prints_goes_to_the_log(capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("name", "values", "words"),
     [
-        ("sleeps", {"reward_timeout": 0.5}, "--reward-timeout 0.5 s"),
-        ("sleeps_async", {"reward_timeout": 0.5}, "--reward-timeout 0.5 s"),
+        ("sleeps", {"reward_timeout": 1.5}, "--reward-timeout 1.5 s"),
+        ("sleeps_async", {"reward_timeout": 1.5}, "--reward-timeout 1.5 s"),
         ("spins", {"reward_cpu_limit": 0.5}, "--reward-cpu-limit 0.5 s of CPU time"),
-        ("blocks_the_loop", {"reward_timeout": 0.5}, "--reward-timeout 0.5 s"),
-        ("ignores_signals", {"reward_timeout": 0.5}, "--reward-timeout 0.5 s"),
+        ("blocks_the_loop", {"reward_timeout": 1.5}, "--reward-timeout 1.5 s"),
+        ("ignores_signals", {"reward_timeout": 1.5}, "--reward-timeout 1.5 s"),
     ],
 )
 def test_a_grading_that_never_returns_is_a_time_out(name: str, values: dict[str, Any], words: str) -> None:

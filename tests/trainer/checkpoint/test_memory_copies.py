@@ -43,11 +43,13 @@ def train(opts: Options, root: Path) -> list[float]:
     save(policy, ranks, root / "disk", Position(DISK, DISK, {"prompt": DISK}), "run")
     after = losses(policy, opts, MEMORY - DISK)
     copies = MemoryCopies(policy, ranks, root / HOSTS[ranks.rank], HOSTS, "run", 0, 1, 1)
-    assert copies.start_copy(Position(MEMORY, MEMORY, {"prompt": MEMORY}))
-    assert not copies.start_copy(Position(END, END, {})), "one is on its way"
     if ranks.rank == 1:
         copies._send = partial(sent_late, copies._send)
+    assert copies.start_copy(Position(MEMORY, MEMORY, {"prompt": MEMORY}))
+    assert not copies.start_copy(Position(END, END, {})), "one is on its way"
     after += losses(policy, opts, END - MEMORY)  # changes the weights while they are written
+    if copies._pending.writer is not None:
+        copies._pending.writer.wait(60.0)  # so that the sending alone is late
     copies._patience = 0.0 if ranks.rank else 0.5
     copies.settle(END)
     assert copies.newest == 0 and not copies.start_copy(Position(END, END, {})), (
