@@ -44,7 +44,7 @@ def count(options: Options, rank: int) -> dict[str, int]:
     no_gpu = mock.patch.object(Machine, "here", staticmethod(lambda: Machine(False, frozenset())))
     with FakeDevice(()) as device, DeviceBytes(device) as live, attention(), no_gpu:
         answering = partial(one_rank.others_answer, device)
-        one_rank.take_step(small, lengths, partial(join, small, rank), live.phase, answering, lambda: live.now)
+        one_rank.take_step(small, lengths, partial(join, small, rank), live.phase, answering)
     return live.peaks
 
 
@@ -66,7 +66,7 @@ def allocate(options: Options) -> dict[str, int]:
     recorded = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     joined = partial(parallel_state.initialize, small)
     with recorded as profile, attention(), gloo_lets_go():
-        one_rank.take_step(small, lengths, joined, phase, lambda *_: nullcontext(), lambda: 0)
+        one_rank.take_step(small, lengths, joined, phase, lambda *_: nullcontext())
     return peaks(list(calls_of(profile.profiler.kineto_results.experimental_event_tree())), spans)
 
 

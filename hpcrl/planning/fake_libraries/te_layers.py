@@ -70,19 +70,24 @@ class _Matrices(_Module):
         names: Sequence[str],
         in_features: int,
         out_features: int,
-        *,
-        sequence_parallel: bool,
-        fuse_wgrad_accumulation: bool,
-        tp_group: Any,
-        tp_size: int,
-        tracker: Callable[[], Any] | None,
-        init_method: Callable[[torch.Tensor], Any] | None,
-        bias: bool,
-        return_bias: bool,
-        params_dtype: torch.dtype,
-        parallel_mode: str | None,
-        device: Any,
-        tracker_name: str | None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype = torch.float32,
+        parallel_mode: str | None = None,
+        device: Any = "cuda",
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         self.tp_size = tp_size
@@ -92,18 +97,19 @@ class _Matrices(_Module):
         self.parallel_mode = parallel_mode
         self.use_bias = bias
         self.return_bias = return_bias
+        self.ub_name = ub_name
+        self.save_original_input = save_original_input
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        shape = self.out_features, self.in_features
+        init = init_method or torch.nn.init.xavier_uniform_
         place = {"dtype": params_dtype, "device": device}
-        for name in names:
-            shape = self.out_features, self.in_features
-            weight = self._parameter(
-                name, shape, init_method or torch.nn.init.xavier_uniform_, tracker, tracker_name, **place
-            )
+        for each in names:
+            weight = self._parameter(each, shape, init, get_rng_state_tracker, rng_tracker_name, **place)
             if parallel_mode:
                 _cut(weight, 0 if parallel_mode == "column" else 1)
             if bias:
-                made = self._parameter(name.replace("weight", "bias"), shape[:1], torch.nn.init.zeros_, None, **place)
+                made = self._parameter(each.replace("weight", "bias"), shape[:1], torch.nn.init.zeros_, None, **place)
                 if parallel_mode == "row":
                     made.sequence_parallel = sequence_parallel
                 elif parallel_mode:
@@ -117,49 +123,14 @@ class Linear(_Matrices):
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        parallel_mode: str | None = None,
         parameters_split: Any = None,
-        device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
         ub_bulk_dgrad: bool = False,
         ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        rng_tracker_name: str | None = None,
         symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
+        **matrix: Any,
     ) -> None:
-        super().__init__(
-            ["weight"],
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            tracker=get_rng_state_tracker,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-            tracker_name=rng_tracker_name,
-        )
-        self.ub_name = ub_name
-        self.save_original_input = save_original_input
+        super().__init__(["weight"], in_features, out_features, **matrix)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
         out = kernels.Gemm.apply(inp, self.weight, kernels.Split.of_layer(self))
@@ -202,47 +173,13 @@ class GroupedLinear(_Matrices):
         num_gemms: int,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        parallel_mode: str | None = None,
-        device: Any = "cuda",
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
-        name: str | None = None,
+        **matrix: Any,
     ) -> None:
-        super().__init__(
-            [f"weight{number}" for number in range(num_gemms)],
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            tracker=get_rng_state_tracker,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-            tracker_name=rng_tracker_name,
-        )
-        assert not (bias or single_grouped_weight), "not stood in for"
+        super().__init__([f"weight{number}" for number in range(num_gemms)], in_features, out_features, **matrix)
+        assert not (self.use_bias or single_grouped_weight), "not stood in for"
         self.num_gemms = num_gemms
-        self.save_original_input = save_original_input
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
         assert len(m_splits) == self.num_gemms and all(isinstance(rows, int) for rows in m_splits)

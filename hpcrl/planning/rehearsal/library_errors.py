@@ -73,10 +73,11 @@ def _lacking(error: BaseException) -> bool:
         asked = error.obj if isinstance(error.obj, type) or hasattr(error.obj, "__name__") else type(error.obj)
         home = getattr(asked, "__module__", None) or getattr(asked, "__name__", "")
         return home.startswith((*STOOD_IN, "hpcrl.planning."))
-    from hpcrl.planning.fake_libraries.transformer_engine import MODULES
+    from hpcrl.planning.fake_libraries import te_layers, transformer_engine
 
     called = re.split(r"[.(]", str(error))[0]
-    return isinstance(error, TypeError) and any(called in module for module in MODULES.values())
+    stood_in = [vars(te_layers), *transformer_engine.MODULES.values()]
+    return isinstance(error, TypeError) and any(called in names for names in stood_in)
 
 
 def flags_of(text: str, options: Options) -> list[str]:

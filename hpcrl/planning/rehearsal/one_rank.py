@@ -6,7 +6,6 @@ Invariant: what is called is what a run calls; replaced are the device, the grou
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -33,7 +32,6 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 def rehearse(options: Options, rank: int) -> RankReport:
     """Take the step of `rank`; raises what the run would raise."""
-    begun = time.monotonic()
     lengths = micro_batches(options)
     options = rehearsed(options, lengths)
     recorder = Recorder(rank, kinds(options))
@@ -48,13 +46,10 @@ def rehearse(options: Options, rank: int) -> RankReport:
             recorder.phase = before
 
         answering = partial(others_answer, device)
-        policy, state = take_step(options, lengths, partial(join, options, rank), phase, answering, lambda: live.now)
+        policy = take_step(options, lengths, partial(join, options, rank), phase, answering)
         parts = running_parts_of(policy)
     peaks = {name: live.peaks[name] for name in PHASES if name in live.peaks}
-    took = time.monotonic() - begun
-    return RankReport(
-        rank, policy.ranks.pp_rank, peaks, state, live.host_peak, recorder.calls, parts, seconds=round(took, 1)
-    )
+    return RankReport(rank, policy.ranks.pp_rank, peaks, live.host_peak, recorder.calls, parts)
 
 
 def kinds(options: Options) -> dict[tuple[int, ...], str]:
@@ -69,8 +64,7 @@ def take_step(
     joined: Callable[[], Any],
     phase: Phase,
     answering: Callable[[Any, Share, Any], AbstractContextManager[None]],
-    held: Callable[[], int],
-) -> tuple[Any, int]:
+) -> Any:
     """Take one step through all phases, on whatever device the process has.
 
     Args:
@@ -78,10 +72,9 @@ def take_step(
         joined: makes the rank a member of its groups.
         phase: entered around each, with its name.
         answering: what is entered around the training.
-        held: bytes that are alive.
 
     Returns:
-        The policy, and the bytes that it keeps between phases.
+        The policy.
     """
     from hpcrl.models.files.config_json import read_config
     from hpcrl.trainer.checkpoint.save_load import Position, everything
@@ -124,13 +117,12 @@ def take_step(
         with phase(LOGPROBS):
             packed = [packing.pack(share.batch, rows, ranks, policy.config.sequence_parallel) for rows in ends]
             logprobs(policy, options, packed)
-    state = held()
     with phase(SAVE):
         everything(policy, ranks, Position(1, 1))
     if options.num_engines:
         with phase(UPDATE):
             export(sent_part(policy, options), options.update_weight_buffer_size)
-    return policy, state
+    return policy
 
 
 def _of_ends(logprobs: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:

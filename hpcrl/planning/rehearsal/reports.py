@@ -15,27 +15,23 @@ class RankReport(msgspec.Struct):
 
     Attributes:
         peaks: most bytes at once on its GPU, by phase.
-        state: what stays between them.
         host: most bytes at once of large tensors in host memory.
         calls: of its groups, in order.
         parts: what its model runs with.
         error: why it could not take its step, and where; "" if it could.
         hint: what to do.
         unshown: whether that is a limit of the rehearsal, and nothing that a run would refuse.
-        seconds: that it took here.
     """
 
     rank: int
     stage: int = 0
     peaks: dict[str, int] = {}
-    state: int = 0
     host: int = 0
     calls: list[GroupCall] = []
     parts: str = ""
     error: str = ""
     hint: str = ""
     unshown: bool = False
-    seconds: float = 0.0
 
 
 class EngineChoices(msgspec.Struct):
