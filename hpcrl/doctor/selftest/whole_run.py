@@ -31,6 +31,7 @@ LONG = 420.0  #: seconds that a run may take: an engine on a GPU compiles for mi
 #: what the self-test's ranks get from the environment
 OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 GRACE = 15.0
+ENGINES = ("torch", "megatron.core", "vllm", "transformers")  #: packages of a run with engines
 COMMON: dict[str, Any] = {
     "input_key": "prompt",
     "label_key": "label",
@@ -100,20 +101,31 @@ def steps(root: Path) -> list[dict[str, Any]]:
     return [row for row in last_records(RunDir(root).metrics_file, 10_000) if "train/loss" in row]
 
 
-def discard(root: Path) -> None:
-    """Remove what a run has saved, tens of GB of a large model."""
-    shutil.rmtree(root / "checkpoints", ignore_errors=True)
-
-
-def sampling_run(directory: Path, gpus: int) -> Path:
-    """Two steps of GRPO with an engine, every update compared tensor by tensor; made once for the checks that read
-    it."""
+def sampling_run(directory: Path, gpus: int) -> list[dict[str, Any]]:
+    """The steps of a run with an engine; made once for the checks that read it."""
     root = directory / "sampling"
     if (root / "summary.json").exists():
-        return root
-    recipe = recipe_with_engines(directory, "sampling", gpus, colocate=gpus == 1)
-    run([str(recipe), "--run-dir", str(root)], directory / "sampling.log")
-    return root
+        return steps(root)
+    return engine_run(directory, "sampling", gpus, colocate=gpus == 1)
+
+
+def engine_run(
+    directory: Path,
+    name: str,
+    gpus: int,
+    seconds: float = LONG,
+    turn: Callable[[], bool] = lambda: False,
+    **values: Any,
+) -> list[dict[str, Any]]:
+    """The steps of a run of `recipe_with_engines` in DIRECTORY/NAME.
+
+    Its checkpoints are removed: those of a large model have tens of GB.
+    """
+    root = directory / name
+    recipe = recipe_with_engines(directory, name, gpus, **values)
+    run([str(recipe), "--run-dir", str(root)], directory / f"{name}.log", turn=turn, seconds=seconds)
+    shutil.rmtree(root / "checkpoints", ignore_errors=True)
+    return steps(root)
 
 
 def recipe_with_engines(directory: Path, name: str, gpus: int, **values: Any) -> Path:

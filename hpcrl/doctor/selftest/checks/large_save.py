@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hpcrl.doctor.selftest import trainer_model
+from hpcrl.doctor.selftest.checks.large_update import GPU
 from hpcrl.doctor.selftest.registry import Check, CheckContext, Number, Outcome, Skip
 from hpcrl.doctor.selftest.tiny_model import CONFIG, parameters, write_config
 
 if TYPE_CHECKING:
     import torch
 
-WIDE = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 SHARE = 0.6  #: of the GPU, that weights, gradients and the optimizer's state are to take
 STATE = 18  #: bytes a parameter of these: 2 + 4 + 12
 HOST = 32  #: bytes a parameter that a save and a load take of the host: what is gathered, and what is put together
@@ -34,8 +28,8 @@ SPARE = 1 << 30  #: bytes of the GPU that a save or a load may take at most in a
 
 
 def layers(free_gpu: float, free_host: float, free_disk: float) -> int:
-    """How many layers of WIDE the check's model has, at most 0 where not one fits."""
-    each, rest = parameters(CONFIG | WIDE)
+    """How many layers of GPU the check's model has, at most 0 where not one fits."""
+    each, rest = parameters(CONFIG | GPU)
     most = min(SHARE * free_gpu / STATE, 0.8 * free_host / HOST, 0.8 * free_disk / FILES)
     return int((most - rest) // each)
 
@@ -54,7 +48,7 @@ def work(place: CheckContext) -> Outcome:
         found = layers(free, psutil.virtual_memory().available, shutil.disk_usage(place.directory).free)
         if found < 1:
             raise Skip("host memory or the disk is too small for a checkpoint that fills a GPU")
-        sizes = {**WIDE, "num_hidden_layers": found}
+        sizes = {**GPU, "num_hidden_layers": found}
     path = place.directory / "model"
     write_config(path, **sizes)
     options = trainer_model.alone_options(path, gpu)

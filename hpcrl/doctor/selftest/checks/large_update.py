@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcrl.doctor.selftest.registry import Check, Number, Outcome
 from hpcrl.doctor.selftest.tiny_model import make_model
-from hpcrl.doctor.selftest.whole_run import discard, gpu_count, recipe_with_engines, run, steps
+from hpcrl.doctor.selftest.whole_run import ENGINES, engine_run, gpu_count
 
 GPU = {
     "hidden_size": 4096,
@@ -46,11 +46,7 @@ def work(directory: Path) -> Outcome:
     numbers: dict[str, Number] = {}
     said = []
     for name, options in transports(gpus).items():
-        root = directory / f"large-{name}"
-        recipe = recipe_with_engines(directory, f"large-{name}", gpus, hf_checkpoint=str(model), **options)
-        run([str(recipe), "--run-dir", str(root)], directory / f"large-{name}.log")
-        discard(root)
-        if not (rows := steps(root)):
+        if not (rows := engine_run(directory, f"large-{name}", gpus, hf_checkpoint=str(model), **options)):
             return Outcome("failed", f"the run over {name} has logged no step", numbers)
         seconds, moved = (rows[-1][f"perf/update_weights_{what}"] for what in ("time", "bytes"))
         pause = rows[-1]["perf/update_weights_pause_time"]
@@ -59,10 +55,4 @@ def work(directory: Path) -> Outcome:
     return Outcome("passed", f"every tensor compared; {'; '.join(said)}", numbers)
 
 
-CHECK = Check(
-    "weight updates of a large model arrive bit for bit",
-    85,
-    "launcher",
-    work,
-    ("torch", "megatron.core", "vllm", "transformers"),
-)
+CHECK = Check("weight updates of a large model arrive bit for bit", 85, "launcher", work, ENGINES)

@@ -13,7 +13,7 @@ from typing import Any
 from hpcrl.algorithms.loss import DIFFERENCE
 from hpcrl.doctor.selftest.registry import Check, Number, Outcome, Skip
 from hpcrl.doctor.selftest.tiny_model import make_model
-from hpcrl.doctor.selftest.whole_run import discard, gpu_count, recipe_with_engines, run, steps
+from hpcrl.doctor.selftest.whole_run import ENGINES, engine_run, gpu_count
 from hpcrl.models.convert.to_fp8 import convert
 from hpcrl.models.files.config_json import read_config
 from hpcrl.models.files.fp8 import Scheme
@@ -64,16 +64,12 @@ def work(directory: Path) -> Outcome:
     numbers: dict[str, Number] = {}
     said = []
     for scales, power_of_two in SCALES[gpus > 0].items():
-        root = directory / f"moe-fp8-{scales}"
         coded = wide
         if power_of_two is not None:
             coded = directory / f"moe-{scales}"
             convert(wide, coded, Scheme(power_of_two=power_of_two), force=True)
         models = {"hf_checkpoint": str(coded), "load": str(wide)}
-        recipe = recipe_with_engines(directory, root.name, gpus, **models, **options(gpus))
-        run([str(recipe), "--run-dir", str(root)], directory / f"{root.name}.log", seconds=SECONDS)
-        discard(root)
-        if not (rows := steps(root)):
+        if not (rows := engine_run(directory, f"moe-fp8-{scales}", gpus, SECONDS, **models, **options(gpus))):
             return Outcome("failed", f"the run with {scales} scales has logged no step", numbers)
         apart = max(row[f"train/{DIFFERENCE}"] for row in rows)
         numbers |= {f"{scales}_difference": apart, f"{scales}_update_seconds": rows[-1]["perf/update_weights_time"]}
@@ -83,10 +79,4 @@ def work(directory: Path) -> Outcome:
     return Outcome("passed", f"{'; '.join(said)}; {BOUND} is allowed", numbers)
 
 
-CHECK = Check(
-    "a model with experts is sampled in FP8, over all GPUs",
-    99,
-    "launcher",
-    work,
-    ("torch", "megatron.core", "vllm", "transformers"),
-)
+CHECK = Check("a model with experts is sampled in FP8, over all GPUs", 99, "launcher", work, ENGINES)

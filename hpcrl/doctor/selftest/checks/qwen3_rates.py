@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcrl.doctor.selftest.registry import Check, Number, Outcome
 from hpcrl.doctor.selftest.tiny_model import make_model, make_prompts
-from hpcrl.doctor.selftest.whole_run import discard, gpu_count, recipe_with_engines, run, steps
+from hpcrl.doctor.selftest.whole_run import ENGINES, engine_run, gpu_count
 from hpcrl.models.files.config_json import read_config
 from hpcrl.utils.shipped_files import SHIPPED
 
@@ -63,13 +63,10 @@ def work(directory: Path) -> Outcome:
     numbers: dict[str, Number] = {}
     said = []
     for name, (rate, mfu) in PUBLISHED.items():
-        root = directory / name
         if gpus and not (directory / f"{name}-model" / "config.json").exists():
             make_model(directory / f"{name}-model", **sizes(name))
-        recipe = recipe_with_engines(directory, name, gpus, **options(name, directory, gpus > 0))
-        run([str(recipe), "--run-dir", str(root)], directory / f"{name}.log", seconds=SECONDS)
-        discard(root)
-        if len(rows := steps(root)) != STEPS:
+        rows = engine_run(directory, name, gpus, SECONDS, **options(name, directory, gpus > 0))
+        if len(rows) != STEPS:
             return Outcome("failed", f"{name}: {len(rows)} of {STEPS} steps were logged", numbers)
         best = max(rows[1:], key=lambda row: row["perf/train_tokens_per_sec_per_gpu"])  # the first compiles
         ours = best["perf/train_tokens_per_sec_per_gpu"]
@@ -82,10 +79,4 @@ def work(directory: Path) -> Outcome:
     return Outcome("passed", what + "; ".join(said), numbers)
 
 
-CHECK = Check(
-    "Qwen3-0.6B and Qwen3-4B train and sample",
-    98,
-    "launcher",
-    work,
-    ("torch", "megatron.core", "vllm", "transformers"),
-)
+CHECK = Check("Qwen3-0.6B and Qwen3-4B train and sample", 98, "launcher", work, ENGINES)
