@@ -26,7 +26,7 @@ from hpcrl.config.custom_settings import read_yaml
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import RewardWord, needing_labels, own_reward, read_words
 from hpcrl.config.prompt_words import KINDS, PromptWord, read_word
-from hpcrl.config.setting_names import nearest
+from hpcrl.config.setting_names import kind_of_field, nearest
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 
@@ -76,33 +76,7 @@ class EvalSet:
         return bool(needing_labels(self.rewards))
 
 
-#: a key of a set or of the defaults -> (its type, the least value, the greatest)
-_KEYS: dict[str, tuple[Kind, float | None, float | None]] = {
-    "rm_type": (Kind("str", many=True, lone=True), None, None),
-    "custom_rm_path": (Kind("str"), None, None),
-    "reward_key": (Kind("str"), None, None),
-    "input_key": (Kind("str"), None, None),
-    "label_key": (Kind("str"), None, None),
-    "tool_key": (Kind("str"), None, None),
-    "metadata_key": (Kind("str"), None, None),
-    "apply_chat_template": (Kind("bool"), None, None),
-    "apply_chat_template_kwargs": (Kind("object"), None, None),
-    "metadata_overrides": (Kind("object"), None, None),
-    "n_samples_per_eval_prompt": (Kind("int"), 1, None),
-    "temperature": (Kind("float"), 0, None),
-    "top_p": (Kind("float"), 0, 1),
-    "top_k": (Kind("int"), -1, None),
-    "min_p": (Kind("float"), 0, 1),
-    "repetition_penalty": (Kind("float"), 0, None),
-    "max_response_len": (Kind("int"), 1, None),
-    "max_prompt_len": (Kind("int"), 1, None),
-    "max_context_len": (Kind("int"), 2, None),
-    "min_new_tokens": (Kind("int"), 0, None),
-    "stop": (Kind("str", many=True, lone=True), None, None),
-    "stop_token_ids": (Kind("int", many=True), None, None),
-    "skip_special_tokens": (Kind("bool"), None, None),
-}
-_OF_A_SET = {"name": (Kind("str"), None, None), "path": (Kind("str"), None, None)}
+_OF_A_SET = {"name": Kind("str"), "path": Kind("str")}
 #: slime's keys that hpcrl refuses -> why
 _NOT_HERE = {
     "spaces_between_special_tokens": "a response is decoded as the tokenizer has it",
@@ -135,6 +109,16 @@ _INHERITED = {
     "stop": ("rollout_stop",),
     "stop_token_ids": ("rollout_stop_token_ids",),
     "skip_special_tokens": ("rollout_skip_special_tokens",),
+}
+#: a key of a set or of the defaults -> its type and bounds: those of the options that it is inherited from, or its own
+_KEYS = {name: kind_of_field(Options.model_fields[options[0]]) for name, options in _INHERITED.items() if options} | {
+    "rm_type": Kind("str", many=True, lone=True),
+    "custom_rm_path": Kind("str"),
+    "metadata_overrides": Kind("object"),
+    "repetition_penalty": Kind("float", bounds=">= 0"),
+    "top_p": Kind("float", bounds=">= 0 and <= 1"),
+    "min_p": Kind("float", bounds=">= 0 and <= 1"),
+    "stop": Kind("str", many=True, lone=True),
 }
 _OFF = {"min_new_tokens": 0, "min_p": 0.0}
 
@@ -214,7 +198,7 @@ def _document(path: Path) -> dict[str, Any]:
     return found["eval"]
 
 
-def _table(row: Any, shown: str, known: Mapping[str, tuple[Kind, float | None, float | None]]) -> dict[str, Any]:
+def _table(row: Any, shown: str, known: Mapping[str, Kind]) -> dict[str, Any]:
     """The settings of a set or of the defaults, checked; null ones left out."""
     if not isinstance(row, dict):
         raise UsageError(f"{shown} is not a table")
@@ -227,15 +211,11 @@ def _table(row: Any, shown: str, known: Mapping[str, tuple[Kind, float | None, f
             )
         if value is None:
             continue
-        kind, least, most = known[key]
-        numbers = [value] if isinstance(value, int | float) else []
-        if not kind.fits(value) or any(
-            (least is not None and n < least) or (most is not None and n > most) for n in numbers
-        ):
-            bounds = " and ".join(f"{sign} {n:g}" for sign, n in ((">=", least), ("<=", most)) if n is not None)
+        kind = known[key]
+        if not (kind.fits(value) and kind.inside(value)):
             quote = "YAML reads no, off, yes and on as true or false, and digits as a number: put it in quotes"
             hint = quote if kind.fits(str(value)) else ""
-            raise UsageError(f"{shown}: {key}: {value!r}: expected {kind} {bounds}".rstrip(), hint)
+            raise UsageError(f"{shown}: {key}: {value!r}: expected {kind}", hint)
         found[key] = value
     if {"rm_type", "custom_rm_path"} <= found.keys():
         raise UsageError(f"{shown}: rm_type and custom_rm_path exclude each other", "leave one of them out")

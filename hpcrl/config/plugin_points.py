@@ -114,11 +114,6 @@ def missing_functions(options: Options) -> list[UsageError]:
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
 
 
-def _given(options: Options) -> list[tuple[str, str]]:
-    """(flag, dotted path) of the user's own functions."""
-    return [(option_text(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
-
-
 def load_own(name: str, path: str) -> Callable[..., Any]:
     """The function at `path`, given to the option `name`.
 

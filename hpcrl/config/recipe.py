@@ -28,9 +28,8 @@ from hpcrl.config.module_search import FunctionFile, function_files, with_functi
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_points import POINTS
-from hpcrl.config.rules.option_rules import check_options, inert
+from hpcrl.config.rules.option_rules import build_options, check_options, inert
 from hpcrl.config.rules.run import check_run_dir
-from hpcrl.config.rules.values import build_options
 from hpcrl.config.setting_names import gather, own, spell
 from hpcrl.config.stage_flags import check_stages, flags_of, split_name, stage_flag
 from hpcrl.errors import UsageError, parts_of, raise_together

@@ -80,13 +80,8 @@ def find_flag(flag: str, extra: Iterable[str] = (), stage: str = "") -> Target:
         UsageError: says what may have been meant: one of all known flags (and of `extra`, the command's own).
     """
     dashes = f"--{stage}." if stage else "--"
-    if target := own().get(flag):
-        return target
-    table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
     mine = [*own(), *extra]
-    if (_taken_for_ours(flag, table, mine) is False) and (
-        target := passthrough.find_setting(table, flag, f"{dashes}{flag}")
-    ):
+    if target := own().get(flag) or _passed_through(flag, mine, f"{dashes}{flag}"):
         return target
     raise UsageError(
         f"{dashes}{flag} is an unknown option",
@@ -102,18 +97,13 @@ def find_key(key: str, where: str, extra: Iterable[str] = ()) -> Target:
     """
     flag = dashed(key)
     keys = {f: t for f, t in own().items() if t.fixed is not False}  # off is `x = false`, not another name
-    if flag in keys and "-" not in key:
-        return keys[flag]
     mine = [*keys, *extra]
-    if "-" not in key and flag not in own():
-        table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
-        if not _taken_for_ours(flag, table, mine) and (
-            target := passthrough.find_setting(table, flag, f"{where}: {key}")
-        ):
-            return target
     unknown = f"{where}: {key} is an unknown option"
-    if flag in own() and "-" not in key:
-        raise UsageError(unknown, f"write {key.removeprefix('no_')} = false")
+    if "-" not in key:
+        if flag in own() and flag not in keys:
+            raise UsageError(unknown, f"write {key.removeprefix('no_')} = false")
+        if target := keys.get(flag) or _passed_through(flag, mine, f"{where}: {key}"):
+            return target
     raise UsageError(unknown, advice(flag, [*mine, *_foreign("megatron", "vllm")], _as_key))
 
 
@@ -137,14 +127,16 @@ def _as_key(flag: str) -> str:
 ALSO_MEGATRON = ("num-layers", "q-lora-rank", "kv-lora-rank")
 
 
-def _taken_for_ours(flag: str, table: passthrough.Table, mine: Collection[str]) -> bool:
-    """Whether an unknown name must be a slip, although the package is not installed here that could tell."""
-    return (
-        table == "megatron"
-        and passthrough.settings(table) is None
-        and flag not in ALSO_MEGATRON
-        and nearest(flag, mine) is not None
-    )
+def _passed_through(flag: str, mine: Collection[str], shown: str) -> Target | None:
+    """The setting of vLLM's or Megatron's that a flag leads to.
+
+    Where Megatron is not installed, any name may be one of its own: a slip of one of ours is taken for that.
+    """
+    table: passthrough.Table = "vllm" if flag.startswith("vllm-") else "megatron"
+    unknown = table == "megatron" and passthrough.settings(table) is None and flag not in ALSO_MEGATRON
+    if unknown and nearest(flag, mine) is not None:
+        return None
+    return passthrough.find_setting(table, flag, shown)
 
 
 def settle_value(target: Target, value: Any, shown: str) -> Any:

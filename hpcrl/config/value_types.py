@@ -13,27 +13,29 @@ import types
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Base = Literal["bool", "int", "float", "str", "object", "any", "none"]
 
-_NOUN = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "object": "a JSON object",
-    "any": "a value",
-    "bool": "true or false",
+
+class _Words(NamedTuple):
+    """How one value of a base is called, several are, the value in --help, and what it is in Python."""
+
+    one: str
+    several: str
+    metavar: str
+    types: tuple[type, ...]
+
+
+_BASES: dict[Base, _Words] = {
+    "bool": _Words("true or false", "true or false", "", (bool,)),
+    "int": _Words("a whole number", "whole numbers", "INT", (int,)),
+    "float": _Words("a number", "numbers", "FLOAT", (int, float)),
+    "str": _Words("text", "words", "TEXT", (str,)),
+    "object": _Words("a JSON object", "JSON objects", "JSON", (dict,)),
+    "any": _Words("a value", "values", "VALUE", (bool, int, float, str, list, dict)),
+    "none": _Words("nothing that can be written", "nothing that can be written", "", ()),
 }
-_NOUNS = {
-    "int": "whole numbers",
-    "float": "numbers",
-    "str": "words",
-    "object": "JSON objects",
-    "any": "values",
-    "bool": "true or false",
-}
-_METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "object": "JSON", "any": "VALUE", "bool": "", "none": ""}
 _PLAIN: dict[Any, Base] = {bool: "bool", int: "int", float: "float", str: "str", dict: "object", type: "none"}
 
 _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -121,32 +123,26 @@ class Kind:
             return False
         if isinstance(value, int) and not -LARGEST <= value < LARGEST:
             return False
-        return isinstance(value, _PYTHON[self.base]) and (self.base in ("bool", "any") or not isinstance(value, bool))
+        return isinstance(value, _BASES[self.base].types) and (
+            self.base in ("bool", "any") or not isinstance(value, bool)
+        )
 
     @property
     def metavar(self) -> str:
         """How --help writes the value."""
-        one = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else _METAVAR[self.base]
+        one = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else _BASES[self.base].metavar
         return f"{one} [{one} ...]" if self.many else one
 
     def __str__(self) -> str:
         """What is expected, for an error: "a whole number >= 1"."""
         if self.choices:
             return ("a list out of " if self.many else "one of ") + ", ".join(map(str, self.choices))
-        noun = _NOUNS[self.base] if self.many else _NOUN.get(self.base, "nothing that can be written")
+        words = _BASES[self.base]
+        noun = words.several if self.many else words.one
         return f"{noun} {self.bounds}".rstrip()
 
 
 LARGEST = 1 << 63  #: whole numbers are less, as torch's and msgpack's are
-_PYTHON: dict[str, tuple[type, ...]] = {
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "object": (dict,),
-    "any": (bool, int, float, str, list, dict),
-    "none": (),
-}
 
 
 def _open(word: str) -> Any:

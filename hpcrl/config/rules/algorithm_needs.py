@@ -20,8 +20,6 @@ class Needs:
         critic: a value model, its values before the update and its training.
         old_logprobs: a pass of the policy (or the old actor) over the whole rollout before the first optimizer step;
             without it the first step's own log-probs, or the engine's, are the old ones.
-        old_in_advantages: the advantages read the old log-probs, for KL in the reward or to a teacher: the pass comes
-            before it.
         greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
         teacher: the teacher's log-probs of every token, from the samples or (teacher_model) from the teacher's weights.
         teacher_model: the teacher is a set of weights on the trainer's ranks.
@@ -34,7 +32,6 @@ class Needs:
     reference: bool
     critic: bool
     old_logprobs: bool
-    old_in_advantages: bool
     greedy: bool
     teacher: bool
     teacher_model: bool
@@ -58,7 +55,6 @@ def needs(options: Options) -> Needs:
         reference=in_reward or (policy and options.use_kl_loss) or options.loss_type == "dpo_loss",
         critic="critic" in wanted,
         old_logprobs=(in_reward or sampled or several) and not options.use_rollout_logprobs,
-        old_in_advantages=in_reward or sampled,
         greedy="greedy" in wanted,
         teacher=sampled,
         teacher_model=taught and options.opd_type == "megatron",

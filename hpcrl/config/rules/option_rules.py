@@ -1,14 +1,17 @@
-"""Every rule on what options must say together, in order: pure functions of the resolved options.
+"""Options of a user's values, each of its own type and range, and every rule on what they must say together, in order.
 
-A file of `sections/` declares the options of a topic, the file of the same name here says what they go together with;
-a value's own type and range are checked where it is declared.
+A file of `sections/` declares the options of a topic, the file of the same name here says what they go together with:
+pure functions of the resolved options.
 Invariant: a combination that cannot run, or an option that would have no effect in it, ends here as one UsageError that
 names the flags; nothing was started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from pydantic import ValidationError
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import flag
@@ -23,6 +26,7 @@ from hpcrl.config.rules import (
     sandboxes,
     schedules,
 )
+from hpcrl.config.setting_names import kind_of_field, spell
 from hpcrl.errors import UsageError, failures, raise_together
 
 _RULES = (
@@ -70,6 +74,28 @@ _INERT = (
     layout.inert_in_external,
     sandboxes.inert_in_sandboxes,
 )
+
+
+def build_options(values: Mapping[str, Any], shown: Callable[[str], str] | None = None) -> Options:
+    """Options of these values, each of its own type and within its own range.
+
+    Args:
+        shown: how an error names an option's value; default: as a flag.
+
+    Raises:
+        UsageError: every value that is out of range or of another type.
+    """
+    try:
+        return Options.model_validate(dict(values), strict=True)
+    except ValidationError as error:
+        raise_together([_misfit(problem, values, shown) for problem in error.errors()])
+        raise  # never: there is one problem at least
+
+
+def _misfit(problem: Any, values: Mapping[str, Any], shown: Callable[[str], str] | None) -> UsageError:
+    name = str(problem["loc"][0])
+    wrong = problem["msg"] if len(problem["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
+    return UsageError(f"{shown(name) if shown else f'{flag(name)} {spell(values[name])}'}: {wrong}")
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from string import Formatter
 
 from hpcrl.config.options import Options
+from hpcrl.config.passthrough import dashed
 from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
@@ -128,14 +129,7 @@ def check_weights(o: Options) -> None:
 
 def check_looking(o: Options) -> None:
     """Raise UsageError for the first thing that excludes another."""
-    one_side = [
-        f"--{name}"
-        for name, given in (
-            ("debug-train-only", o.debug_train_only),
-            ("load-debug-rollout-data", o.load_debug_rollout_data),
-        )
-        if given
-    ]
+    one_side = [f"--{dashed(name)}" for name in ("debug_train_only", "load_debug_rollout_data") if getattr(o, name)]
     if o.debug_rollout_only and one_side:
         raise UsageError(f"--debug-rollout-only and {one_side[0]} exclude each other", "leave one of them out")
     if o.debug_train_only and o.load_debug_rollout_data is None and not o.learns_labels:

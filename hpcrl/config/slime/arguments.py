@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.rules.option_rules import check_options, inert
-from hpcrl.config.rules.values import build_options
+from hpcrl.config.rules.option_rules import build_options, check_options, inert
 from hpcrl.config.setting_names import nearest, own
+from hpcrl.config.slime.flag_reading import number
 from hpcrl.config.slime.readers import READERS, FlagReading, Given, own_function
 from hpcrl.config.stage_flags import split_name
 from hpcrl.errors import UsageError
@@ -149,19 +149,13 @@ def _check_said(values: dict[str, Any], shown: str, found: _Found) -> None:
     """Two flags that set one option otherwise contradict each other; of one that is given twice the later counts."""
     for name in _names(values):
         head, _, key = name.partition(".")
-        value, before = (
-            table[head][key] if key else table.get(head) for table in (values, _padded(found.values, head, key))
-        )
+        value, before = (table.get(head, {}).get(key) if key else table.get(head) for table in (values, found.values))
         # train_async.py is where the fully asynchronous function runs
         if name in found.reasons and found.reasons[name] != ASYNC and value != before:
             found.wrong.append(
                 UsageError(f"{found.reasons[name]} and {shown} contradict each other", "leave one of them out")
             )
         found.reasons[name] = shown
-
-
-def _padded(values: dict[str, Any], head: str, key: str) -> dict[str, Any]:
-    return {**values, head: {key: None, **values.get(head, {})}} if key else values
 
 
 def _refused(shown: str, reading: FlagReading, error: UsageError) -> FlagReading:
@@ -327,15 +321,6 @@ def _verdict(flag: str, said: Any) -> FlagVerdict:
 def says_default(verdict: FlagVerdict, values: list[str]) -> bool:
     """Whether the words after a flag only repeat slime's default."""
     default = verdict.default
-    if default is None:
-        return False
-    if isinstance(default, bool):
-        return default and not values
-    if len(values) != 1:
-        return False
-    if isinstance(default, (int, float)):
-        try:
-            return float(values[0]) == default
-        except ValueError:
-            return False
-    return values[0] == default
+    if default is None or isinstance(default, bool):
+        return bool(default) and not values
+    return len(values) == 1 and default in (values[0], number(values[0]))

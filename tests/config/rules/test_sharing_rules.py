@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.option_rules import check_options
-from hpcrl.config.rules.values import build_options
+from hpcrl.config.rules.option_rules import build_options, check_options
 from hpcrl.config.slime.arguments import translate
 from hpcrl.errors import UsageError
 from tests.config.slime.guides import GUIDES

@@ -13,7 +13,7 @@ from hpcrl.cli.main import main
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
-from hpcrl.config.rules.values import build_options
+from hpcrl.config.rules.option_rules import build_options
 from hpcrl.config.slime.arguments import translate
 from hpcrl.errors import UsageError
 from hpcrl.models.family import find_family

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.foreign_imports import OURS, answer_foreign_imports
-from hpcrl.config.foreign_names import MODULES
+from hpcrl.config.foreign_imports import MODULES, OURS, answer_foreign_imports
 
 
 @pytest.fixture
