@@ -36,7 +36,7 @@ from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.attempt_log import Fault
 from hpcrl.run.engine_files import EngineView
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, SUBMITTING, WORKING, JobState
-from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
+from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file, role_of
 from hpcrl.run.queued_job import QueuedJob
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.skipped_checkpoints import read_passed_over
@@ -343,7 +343,7 @@ def span(seconds: float) -> str:
 
 # ---- what a starting run waits for
 
-_ENGINE = re.compile(rf"{EnginePeer.role}-(\d+)\.")
+_ENGINE = re.compile(rf"{role_of(EnginePeer)}-(\d+)\.")
 
 
 def awaited(rundir: RunDir) -> str:

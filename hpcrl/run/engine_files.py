@@ -16,7 +16,7 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -43,7 +43,6 @@ class EngineEnd(Peer, tag="engine_end"):
         time: unix time.
     """
 
-    role: ClassVar[str] = "engine"
     host: HostName
     incarnation: Count
     why: str

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, ClassVar, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
@@ -31,7 +31,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         pid: of the process, for those who look on its host; set by `publish`.
     """
 
-    role: ClassVar[str]
     pid: Count = 0
 
 
@@ -46,7 +45,6 @@ class TrainerPeer(Peer, tag="trainer"):
         versions: of the packages that it works with.
     """
 
-    role: ClassVar[str] = "trainer"
     start: Count
     total: Count
     device: str = ""
@@ -57,7 +55,6 @@ class TrainerPeer(Peer, tag="trainer"):
 class StorePeer(Peer, tag="store"):
     """Where the trainer's ranks meet."""
 
-    role: ClassVar[str] = "store"
     host: HostName
     port: Port
 
@@ -70,7 +67,6 @@ class RolloutPeer(Peer, tag="rollout"):
         run_id, attempt: those that it serves.
     """
 
-    role: ClassVar[str] = "rollout"
     host: HostName
     port: Port
     public_key: str
@@ -93,7 +89,6 @@ class EnginePeer(Peer, tag="engine"):
         key_name: of an engine that the run has not started, the name under which it derives its key this time.
     """
 
-    role: ClassVar[str] = "engine"
     host: HostName
     port: Port
     model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -108,7 +103,6 @@ class SandboxPeer(Peer, tag="sandbox"):
         incarnation: how often their server was started before in this attempt.
     """
 
-    role: ClassVar[str] = "sandbox"
     host: HostName
     port: Port
     incarnation: Count = 0
@@ -122,7 +116,6 @@ class MeetingPeer(Peer, tag="engine-meeting"):
         rpc_port: of the handshake of data-parallel parts.
     """
 
-    role: ClassVar[str] = "engine-meeting"
     host: HostName
     port: Port
     rpc_port: Port
@@ -132,13 +125,19 @@ T = TypeVar("T")
 P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer, SandboxPeer, MeetingPeer)
 
 
+def role_of(kind: type[Peer]) -> str:
+    """The name of its role in files and logs."""
+    return str(kind.__struct_config__.tag)
+
+
 def peer_file(here: Path, kind: type[Peer], index: int, incarnation: int = 0) -> Path:
     """Where ROLE-INDEX of the attempt in `here` (attempts/N) publishes.
 
     Args:
         incarnation: of an engine, or a node's sandboxes, that was started again.
     """
-    return here / "peers" / (f"{kind.role}-{index}.{incarnation}.json" if incarnation else f"{kind.role}-{index}.json")
+    stem = f"{role_of(kind)}-{index}"
+    return here / "peers" / (f"{stem}.{incarnation}.json" if incarnation else f"{stem}.json")
 
 
 def publish(rundir: RunDir, peer: Peer, index: int = 0) -> None:
@@ -164,7 +163,7 @@ def newest(rundir: RunDir, kind: type[P], index: int) -> P | None:
     Raises:
         PeerError: names a file that holds something else.
     """
-    stem = f"{kind.role}-{index}"
+    stem = f"{role_of(kind)}-{index}"
     names = listed(rundir.here / "peers")
     numbers = [int(name.split(".")[1]) for name in names if re.fullmatch(rf"{re.escape(stem)}\.\d+\.json", name)]
     if not numbers and f"{stem}.json" not in names:
@@ -196,7 +195,7 @@ def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
 
     # many wait, and each look is a call to a file system that all share
     if (found := poll(look, Deadline(seconds), iter(Pauses(0.05, 1.0, growth=1.2)))) is None:
-        name = f"{kind.role}-{index}"
+        name = f"{role_of(kind)}-{index}"
         raise DeadlineError(f"{name} did not come up within {seconds:.0f} s", f"see {rundir.logs / f'{name}.log'}")
     return found
 

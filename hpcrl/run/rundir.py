@@ -197,45 +197,15 @@ class RunDir:
     def __init__(self, root: str | Path, attempt: int = 0) -> None:
         self.root = as_given(root)
         self.attempt = attempt
-
-    # ---- paths
-
-    @property
-    def options_file(self) -> Path:
-        return self.root / "options.json"
-
-    @property
-    def keys(self) -> Path:
-        return self.root / "keys"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def here(self) -> Path:
-        """attempts/N of this attempt."""
-        return self.root / "attempts" / str(self.attempt)
-
-    @property
-    def plan_file(self) -> Path:
-        return self.here / "plan.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs" / f"attempt-{self.attempt}"
+        self.options_file = self.root / "options.json"
+        self.keys = self.root / "keys"
+        self.checkpoints = self.root / "checkpoints"
+        self.samples = self.root / "samples"
+        self.metrics_file = self.root / "metrics.jsonl"
+        self.tensorboard = self.root / "tensorboard"
+        self.logs = self.root / "logs" / f"attempt-{attempt}"
+        self.here = self.root / "attempts" / str(attempt)  # of this attempt
+        self.plan_file = self.here / "plan.json"
 
     # ---- life
 
@@ -345,13 +315,10 @@ class RunDir:
         except OSError as error:
             if error.errno in STALE:  # a network file system that has forgotten it for a moment; who waits looks again
                 return None
-            raise PeerError(
-                f"the attempt has failed, and {path} {error.strerror}", f"see the logs in {self.logs}"
-            ) from error
+            why = str(error.strerror)
         except Damaged as error:
-            raise PeerError(
-                f"the attempt has failed, and {path} is damaged: {error}", f"see the logs in {self.logs}"
-            ) from error
+            why = f"is damaged: {error}"
+        raise PeerError(f"the attempt has failed, and {path} {why}", f"see the logs in {self.logs}")
 
     def check(self) -> frozenset[str]:
         """The signs.

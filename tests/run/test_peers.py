@@ -21,6 +21,7 @@ from hpcrl.run.peers import (
     find,
     peer_file,
     publish,
+    role_of,
     wait_for,
 )
 from hpcrl.run.rundir import RunDir
@@ -42,7 +43,7 @@ def test_a_peer_is_found_once_it_has_published(rundir: RunDir) -> None:
     assert find(rundir, EnginePeer, 2) is None
 
 
-@pytest.mark.parametrize("peer", ALL, ids=lambda peer: peer.role)
+@pytest.mark.parametrize("peer", ALL, ids=lambda peer: role_of(type(peer)))
 def test_every_role_has_a_record_of_its_own(rundir: RunDir, peer: Peer) -> None:
     publish(rundir, peer)
     assert find(rundir, type(peer)) == msgspec.structs.replace(peer, pid=os.getpid())
@@ -50,7 +51,7 @@ def test_every_role_has_a_record_of_its_own(rundir: RunDir, peer: Peer) -> None:
         if other is not peer:
             assert find(rundir, type(other)) is None
             peer_file(rundir.here, type(other), 0).write_bytes(peer_file(rundir.here, type(peer), 0).read_bytes())
-            with pytest.raises(PeerError, match=rf"{other.role}-0\.json is damaged"):
+            with pytest.raises(PeerError, match=rf"{role_of(type(other))}-0\.json is damaged"):
                 find(rundir, type(other))
 
 

@@ -194,14 +194,12 @@ def _item(options: Options, config: Config, rule: Rule, name: str) -> int:
 
 
 def _sent(options: Options, family: Family, config: Config) -> Iterator[Rule]:
-    """The rules of an update, each tensor once: with the layers that engines draft with where updates bring them."""
-    return _once(family.tensors(config, (options.mtp_num_layers or 0) if options.refreshes_drafts else 0))
+    """The rules of an update, with the layers that engines draft with where updates bring them.
 
-
-def _once(tensors: Sequence[tuple[str, Rule]]) -> Iterator[Rule]:
-    """The rules, each tensor once: Transformer Engine's names and the local layers' stand for the same one."""
+    Each tensor comes once: Transformer Engine's names and the local layers' stand for the same one.
+    """
     seen = set[tuple[str, ...]]()
-    for name, rule in tensors:
+    for name, rule in family.tensors(config, (options.mtp_num_layers or 0) if options.refreshes_drafts else 0):
         twin = name == "output_layer.weight"  # of a tied embedding: a copy elsewhere
         if rule.hf not in seen or twin:
             seen.add(rule.hf)
@@ -236,14 +234,10 @@ class _Held:
         sizes = (options.world_size, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
         groups = rank_layout(*sizes)
         where = {kind: {rank: at for group in found for at, rank in enumerate(group)} for kind, found in groups.items()}
-        # with EP 1 there are no groups of experts' own, and ETP is TP
         self.dense = _grid(options.world_size, [where["pp"], where["tp"]])
-        if layout.ep > 1:
-            self.sparse = _grid(options.world_size, [where["pp"], where["ep"], where["etp"]])
-        else:
-            self.sparse = _grid(
-                options.world_size, [where["pp"], dict.fromkeys(range(options.world_size), 0), where["tp"]]
-            )
+        # with EP 1 there are no groups of experts' own, and ETP is TP
+        every = where.get("ep", dict.fromkeys(range(options.world_size), 0))
+        self.sparse = _grid(options.world_size, [where["pp"], every, where.get("etp", where["tp"])])
         self.found: dict[tuple[Any, ...], list[tuple[Shape, Pattern]]] = {}
 
     def parts_of(self, rule: Rule) -> list[tuple[Shape, Pattern]]:

@@ -97,7 +97,6 @@ class Attempt:
         self.options = Options(**(defaults | values))
         number = len(list((path / "attempts").iterdir())) if path.exists() else 0
         self.rundir = RunDir.create(path) if not path.exists() else RunDir(path, number)
-        self.rundir.attempt = number
         self.rundir.make_attempt()
         prompts = tuple(Prompt(i, np.asarray([i, i + 1], np.int32)) for i in range(7))
         self.source = source or PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
