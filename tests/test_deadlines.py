@@ -55,7 +55,7 @@ ENDED = {
         "planning/rehearsal/process.py",
         "os.wait()",
     ): "planning/rehearsal/runner.py ends this process and its forks in time",
-    ("trainer/checkpoint/forked_writer.py", "self.mine.recv()"): READY,
+    ("trainer/checkpoint/writers.py", "self.mine.recv()"): READY,
     ("trainer/checkpoint/writers.py", "torch.cuda.synchronize()"): GROUP,
     ("trainer/megatron/hf_reading.py", "work.wait()"): GROUP,
     ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,

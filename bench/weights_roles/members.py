@@ -20,10 +20,9 @@ import torch
 from bench.weights_roles.hosts import Host
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
-from hpcrl.weights.pieces.peer_transport import PeerTransport
+from hpcrl.weights.pieces.peer_transport import PeerTransport, join_group
 from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
 from hpcrl.weights.redistribution.layouts import Layouts, TensorPart, Worker
 from hpcrl.weights.redistribution.plan import Redistribution, redistribute
@@ -86,7 +85,7 @@ def plan_of(stage: Stage) -> Redistribution:
 
 def join(stage: Stage, me: int) -> PeerTransport:
     torch.set_num_threads(1)
-    group = gloo_group.join(stage.store, stage.port, me, RANKS + stage.workers, stage.address(me), LIMIT)
+    group = join_group(stage.store, stage.port, me, RANKS + stage.workers, stage.address(me), LIMIT)
     return PeerTransport(group, me, RANKS, LIMIT)
 
 

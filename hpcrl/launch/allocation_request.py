@@ -15,7 +15,7 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.site import SiteProfile, minutes
 from hpcrl.launch.site_nodes import EACH, NODES, shown_flags
 from hpcrl.plan import Host, make_plan
-from hpcrl.weights.update_backend import TransportConditions, transfer_obstacle
+from hpcrl.weights.update_backend import transfer_obstacle
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a separate node
@@ -108,8 +108,8 @@ def _with_sandboxes(
 def _check_transfer(options: Options, site: SiteProfile) -> None:
     """Raise UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
     way = options.weight_transfer
-    nowhere = TransportConditions(cpu=True, one_host=True, colocate=True)
-    if site.trainer.gpus_per_node == 0 and way != "auto" and transfer_obstacle(way, nowhere):
+    no_gpus = site.trainer.gpus_per_node == 0
+    if no_gpus and way != "auto" and transfer_obstacle(way, cpu=True, one_host=True, shared=True):
         raise UsageError(
             f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto"
         )

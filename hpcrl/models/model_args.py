@@ -23,10 +23,12 @@ WITHOUT: dict[str, Any] = {
     "beta_fast": None,
     "beta_slow": None,
     "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
     "glu_linear_offset": 0.0,
     "heterogeneous_block_specs": False,
+    "is_hybrid_model": False,
     "kv_lora_rank": None,
     "linear_attention_freq": None,
     "layernorm_zero_centered_gamma": False,
@@ -43,6 +45,7 @@ WITHOUT: dict[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
     "moe_shared_expert_intermediate_size": None,
+    "mrope_section": None,
     "mscale": None,
     "mscale_all_dim": None,
     "multi_latent_attention": False,
@@ -62,6 +65,7 @@ WITHOUT: dict[str, Any] = {
     "softmax_scale": None,
     "softmax_type": "vanilla",
     "v_head_dim": None,
+    "window_attn_skip_freq": None,
     "window_size": None,
 }
 #: what Megatron's multi-head latent attention does not read, and slime's flags for such models give in several ways

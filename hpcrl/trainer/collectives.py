@@ -29,23 +29,25 @@ def is_alone(error: HpcrlError) -> bool:
     return ALONE in getattr(error, "__notes__", ())
 
 
-def gather_json(value: Any) -> list[Any]:
-    """The JSON values of all ranks, in their order, on every rank; collective."""
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The JSON values of all ranks of `group` (default: all), in their order, on every rank; collective."""
     data = bytearray(msgspec.json.encode(value))
-    world = dist.get_world_size()
+    world = dist.get_world_size(group)
     if world == 1:
         return [msgspec.json.decode(data)]
-    sizes = torch.empty(world, dtype=torch.int64, device=device())
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device()))
-    piece = torch.frombuffer(data, dtype=torch.uint8).to(device())
+    where = device(group)
+    sizes = torch.empty(world, dtype=torch.int64, device=where)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64, device=where), group=group)
+    piece = torch.frombuffer(data, dtype=torch.uint8).to(where)
     lengths = sizes.tolist()
-    whole = gather_uneven(piece, None, lengths).cpu().split(lengths)
+    whole = gather_uneven(piece, group, lengths).cpu().split(lengths)
     return [msgspec.json.decode(part.numpy().tobytes()) for part in whole]
 
 
-def device() -> torch.device:
+def device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where tensors of a collective must be: CUDA with NCCL, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    cuda = torch.cuda.is_available() and dist.get_backend(group) != "gloo"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def connect_when_needed() -> None:
@@ -74,7 +76,7 @@ def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGrou
         assert data is not None
         return data
     mine = dist.get_rank() == source
-    where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device()
+    where = device(group)
     size = torch.tensor([len(data) if mine and data is not None else 0], dtype=torch.int64, device=where)
     dist.broadcast(size, source, group=group)
     buffer = torch.empty(int(size), dtype=torch.uint8, device=where)
@@ -135,9 +137,8 @@ def agree(action: Callable[[], Any], wanted: bool = True) -> Any:
     if first.item() == world:
         return result
     ours = _as_ours(error) if error is not None else HpcrlError("")
-    told = broadcast_json(_Told(errors.kind_of(ours), ours.what, ours.hint), int(first))
-    found = msgspec.convert(told, _Told)
-    raise errors.KINDS[found.kind](found.what, found.hint) from error
+    kind, what, hint = broadcast_json([errors.kind_of(ours), ours.what, ours.hint], int(first))
+    raise errors.KINDS[kind](what, hint) from error
 
 
 def agree_in_step(action: Callable[[], Any]) -> Any:
@@ -166,18 +167,6 @@ def agree_in_step(action: Callable[[], Any]) -> Any:
         return result
 
     return agree(outcome)
-
-
-class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The error of one rank, for all.
-
-    Attributes:
-        kind: a name of errors.KINDS.
-    """
-
-    kind: str
-    what: str
-    hint: str
 
 
 def _as_ours(error: BaseException) -> HpcrlError:

@@ -68,14 +68,9 @@ class GpuSharing:
         if self._options.offloads_train:
             self._state = DeviceState(policies)
 
-    @property
-    def holds(self) -> bool:
-        """Whether the trainer's state is on the GPUs."""
-        return self._mine.at.trainer == TrainerHolds.ALL
-
     def take_gpus(self) -> None:
         """Make it the trainer's turn, if it is not."""
-        if self.holds:
+        if self._mine.at.trainer == TrainerHolds.ALL:
             return
         begun = time.monotonic()
         self._tell(Event.SLEEP)

@@ -95,7 +95,7 @@ class TrainerRank:
             policy = model.build(self.options, self.ranks)
         seed_rank(self.options.seed, self.ranks)
         if self.driver:
-            say(running_parts.line(running_parts.running_parts(policy, versions)))
+            say(running_parts.line(policy, versions))
         return policy
 
     def _open_checkpoints(self, directory: Path) -> None:

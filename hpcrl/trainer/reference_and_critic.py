@@ -43,8 +43,8 @@ from hpcrl.trainer.checkpoint.resume import (
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.whole import open_stored
 from hpcrl.trainer.collectives import agree, broadcast_json
+from hpcrl.trainer.lora.layer import BaseAsReference
 from hpcrl.trainer.lora.saved import adapter_record
-from hpcrl.trainer.lora.switch import BaseAsReference
 from hpcrl.trainer.lora.values import init_adapter, without_values
 from hpcrl.trainer.megatron.host_memory import HostWeights, weights
 from hpcrl.trainer.megatron.model import Policy, build, know_length
@@ -267,7 +267,7 @@ class ReferenceAndCritic:
                 fill = partial(without_values, self._policy)
                 return HostWeights(self._policy.trained, fill)
             if own:
-                return BaseAsReference(self._policy)
+                return BaseAsReference(self._policy.modules)
         return self._second(ranks, find_reference(self._options, ranks))
 
     def _second(self, ranks: Ranks, source: WeightSource) -> HostWeights:

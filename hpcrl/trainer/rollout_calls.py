@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config.options import Options
+from hpcrl.groups import groups
 from hpcrl.trainer.collectives import broadcast_json, least
 from hpcrl.transport.client import Late, QueueClient, Unanswered
 from hpcrl.transport.messages import UNFINISHED
@@ -38,6 +40,7 @@ class StopAsked(Exception):
     """The run was asked to save and end; raised on all ranks at the same place."""
 
 
+@dataclass(frozen=True)
 class RolloutCalls:
     """The rollout process, as one trainer rank reaches it; every method is collective.
 
@@ -49,29 +52,21 @@ class RolloutCalls:
             whether it wants to be called again soon.
     """
 
-    def __init__(
-        self,
-        client: QueueClient | None,
-        options: Options,
-        driver: bool,
-        group: dist.ProcessGroup,
-        serve: Callable[[], bool],
-    ) -> None:
-        self._client = client
-        self._seconds = options.rollout_timeout
-        self._driver = driver
-        self._group = group
-        self._serve = serve
+    client: QueueClient | None
+    options: Options
+    driver: bool
+    group: dist.ProcessGroup
+    serve: Callable[[], bool]
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
         """Rank 0 asks; every rank gets the answer.  StopAsked if the run is to stop and the answer is not there."""
         answer = None
-        if self._driver:
+        if self.driver:
             with contextlib.suppress(Unanswered):
-                answer = self._client.call(method, self._seconds, **params)
+                answer = self.client.call(method, self.options.rollout_timeout, **params)
                 if self._stop_seen and UNFINISHED in answer and method == GIVEN_UP:
                     answer = None
-        answer = broadcast_json(answer, group=self._group)
+        answer = broadcast_json(answer, group=self.group)
         if answer is None:
             raise StopAsked
         return answer
@@ -80,7 +75,7 @@ class RolloutCalls:
         """As `call`, for what is answered once samples exist; these may wait for engines that wait for weights."""
         turn = TURN
         while UNFINISHED in (answer := self.call(method, patience=turn, **params)):
-            turn = SOON if self._serve() else TURN
+            turn = SOON if self.serve() else TURN
         return answer
 
     def fetch(self, rollout_id: int) -> Share | None:
@@ -88,28 +83,28 @@ class RolloutCalls:
 
         StopAsked once rank 0 sees that the run is to stop, Late after `Options.rollout_timeout`.
         """
-        end = Deadline(self._seconds)
+        end = Deadline(self.options.rollout_timeout)
         fetched, turn = None, SOON
-        mine = WAITING if self._client else THERE
+        mine = WAITING if self.client else THERE
         while True:
             try:
                 if mine == WAITING:
-                    fetched = self._client.fetch(rollout_id, min(end.left, turn))
+                    fetched = self.client.fetch(rollout_id, min(end.left, turn))
                     mine = THERE
             except Late:
                 if end.over:
                     raise
-            everyone = least(STOP if self._stop_seen else mine, self._group)
+            everyone = least(STOP if self._stop_seen else mine, self.group)
             if everyone == STOP:
                 raise StopAsked
             if everyone == THERE:
                 return fetched
-            turn = SOON if self._serve() else TURN
+            turn = SOON if self.serve() else TURN
 
     @property
     def _stop_seen(self) -> bool:
         """Whether rank 0 knows that the run is to stop; the others learn it from what they share."""
-        return self._driver and self._client.stop_seen is not None
+        return self.driver and self.client.stop_seen is not None
 
 
 # ---- the other ranks of a replica
@@ -134,8 +129,9 @@ class ShareExchange:
         self._group: dist.ProcessGroup | None = None
         if ranks.world == ranks.dp_size:
             return
-        replicas, first = _replicas(ranks, self.fetches)
-        self._source = first[ranks.dp_rank]
+        sizes = {"tp": ranks.tp_size, "cp": ranks.cp_size, "dp": ranks.dp_size, "pp": ranks.pp_size}
+        replicas = groups(sizes, ("tp", "cp", "pp"))
+        self._source = replicas[ranks.dp_rank][0]  # its first place of TP, CP and PP: the one that fetches
         # gloo: the share is in the memory of the CPU and is needed there, and NCCL would take GPU memory for its
         # buffers
         self._group, _ = dist.new_subgroups_by_enumeration(replicas, timeout=timedelta(minutes=minutes), backend="gloo")
@@ -175,15 +171,3 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
     return starts
-
-
-def _replicas(ranks: Ranks, fetches: bool) -> tuple[list[list[int]], list[int]]:
-    """The global ranks of every data-parallel rank, and of each the one that fetches; collective over all ranks."""
-    mine = torch.tensor([ranks.dp_rank, fetches], dtype=torch.int64, device=ranks.device)
-    gathered = [torch.empty_like(mine) for _ in range(ranks.world)]
-    dist.all_gather(gathered, mine)
-    places = [tuple(place.tolist()) for place in gathered]
-    replicas = [
-        [rank for rank, (number, _) in enumerate(places) if number == dp_rank] for dp_rank in range(ranks.dp_size)
-    ]
-    return replicas, [next(rank for rank in members if places[rank][1]) for members in replicas]

@@ -10,9 +10,9 @@ said how the update ended, so that no rank waits for it in vain; nothing is pick
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -38,8 +38,7 @@ from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.pieces.wire import process_identity
 from hpcrl.weights.vllm_transfer import IpcHandle, ShareCommand
 
-PLACE = 192  #: bytes of a process identity
-TEXT = 512  #: bytes of an error's text
+TEXT = 512  #: characters of an error's text
 Word = Literal["gather", "describe", "join", "prepare_values", "send", "share", "end"]
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
@@ -50,6 +49,7 @@ def sent_part(policy: Policy, options: Options) -> Policy:
     return policy if served is None else policy.with_part("sent" if served == "adapter" else "merged")
 
 
+@dataclass
 class WeightExporter:
     """What a rank keeps between updates.
 
@@ -61,24 +61,19 @@ class WeightExporter:
         heads: engines draft with the layers that predict further tokens, so that they get these too.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        patient: dist.ProcessGroup,
-        host: str,
-        checkpoint: str | None,
-        heads: bool = False,
-    ) -> None:
-        self.policy = policy
-        self.patient = patient
-        self.host = host
-        self.heads = heads
-        coded = checkpoint is not None and not policy.of_adapters
-        self.scheme: Scheme | None = scheme_of(checkpoint) if coded else None
-        self.own: dict[str, OwnTensor] = {}
-        self.dtypes: dict[str, str] = {}
-        self.piece_sender: PieceSender | None = None
-        self.numbers: PieceValues | None = None
+    policy: Policy
+    patient: dist.ProcessGroup
+    host: str
+    checkpoint: str | None
+    heads: bool = False
+    own: dict[str, OwnTensor] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    piece_sender: PieceSender | None = None
+    numbers: PieceValues | None = None
+
+    def __post_init__(self) -> None:
+        coded = self.checkpoint is not None and not self.policy.of_adapters
+        self.scheme: Scheme | None = scheme_of(self.checkpoint) if coded else None
 
     @property
     def rank(self) -> int:
@@ -97,11 +92,7 @@ class WeightExporter:
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         held, self.own = holdings(self.policy, self.heads)
-        text = process_identity().encode()[:PLACE].ljust(PLACE)
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.policy.ranks.world)]
-        dist.all_gather(found, mine, group=self.patient)
-        return held, [place.numpy().tobytes().decode().strip() for place in found]
+        return held, gather_json(process_identity(), self.patient)
 
     def join(self, command: JoinCommand, pieces: np.ndarray) -> None:
         self.leave()
@@ -178,11 +169,9 @@ class WeightStream:
         self._say("describe")
         return self.exporter.describe()
 
-    def join(self, command: dict[str, Any], plan: bytes) -> None:
+    def join(self, command: JoinCommand, plan: bytes) -> None:
         self._say("join", msgspec.to_builtins(command))
-        broadcast_bytes(plan, group=self.exporter.patient)
-        known = msgspec.convert(msgspec.to_builtins(command), JoinCommand)
-        self._outcome(lambda: self.exporter.join(known, pieces_of(0, plan)))
+        self._join(command, broadcast_bytes(plan, group=self.exporter.patient))
 
     def prepare(self) -> None:
         self._say("prepare_values")
@@ -227,10 +216,7 @@ class WeightStream:
                 deque(export(self.exporter.policy, self.exporter.patient, heads=self.exporter.heads), maxlen=0)
             elif word == "join":
                 plan = broadcast_bytes(None, group=self.exporter.patient)
-                command = msgspec.convert(what, JoinCommand)
-                self._outcome(
-                    lambda command=command, plan=plan: self.exporter.join(command, pieces_of(self.exporter.rank, plan))
-                )
+                self._join(msgspec.convert(what, JoinCommand), plan)
             elif word == "send":
                 self._outcome(self.exporter.send)
             elif word == "prepare_values":
@@ -239,6 +225,11 @@ class WeightStream:
                 self.exporter.share(msgspec.convert(what, ShareCommand))
             else:
                 self.exporter.describe()
+
+    # ---- all
+
+    def _join(self, command: JoinCommand, plan: bytes) -> None:
+        self._outcome(lambda: self.exporter.join(command, pieces_of(self.exporter.rank, plan)))
 
     def _outcome(self, work: Callable[[], int | None]) -> int:
         """Do it; rank 0 learns whether all did: bytes of all together, or the error of the first that failed.
@@ -252,19 +243,16 @@ class WeightStream:
         except Exception as caught:  # noqa: BLE001  (told to rank 0)
             error = caught
             self.exporter.leave()  # members that wait for this rank get an error
-        text = f"trainer rank {self.exporter.rank}: {error}".encode()[: TEXT - 8] if error is not None else b""
-        told = torch.frombuffer(bytearray(struct.pack("<q", sent) + text.ljust(TEXT - 8)), dtype=torch.uint8)
-        all_told = [torch.empty_like(told) for _ in range(self.exporter.policy.ranks.world)]
-        dist.all_gather(all_told, told, group=self.exporter.patient)
-        found = [one.numpy().tobytes() for one in all_told]
-        texts = [one[8:].decode(errors="replace").strip() for one in found]
+        text = f"trainer rank {self.exporter.rank}: {error}"[:TEXT] if error is not None else ""
+        told = gather_json([sent, text], self.exporter.patient)
+        texts = [text for _, text in told]
         if any(texts):
             self.exporter.leave()
         if self.exporter.rank == 0 and error is not None:
             raise error
         if self.exporter.rank == 0 and any(texts):
             raise PeerError(next(filter(None, texts)))
-        return sum(struct.unpack("<q", one[:8])[0] for one in found)
+        return sum(sent for sent, _ in told)
 
 
 class RankZeroFailed(PeerError):

@@ -14,7 +14,6 @@ attempt connects.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config.options import Options
 from hpcrl.engine.membership.broadcast import EngineBroadcast
-from hpcrl.errors import HpcrlError
 from hpcrl.models.files.fp8 import Scheme, Stream, quantized
-from hpcrl.models.files.safetensors_files import INDEX
+from hpcrl.models.files.hf_writer import directory, write_index
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +54,8 @@ class DiskUpdate:
         self.written = written
         self.bytes = 0
         root = fleet.rundir.root
-        directory = options.update_weight_disk_dir
-        self.base = Path(directory) / f"weights-of-{root.name}-{identity}" if directory else root / "weights"
+        given = options.update_weight_disk_dir
+        self.base = Path(given) / f"weights-of-{root.name}-{identity}" if given else root / "weights"
         self.there: Path | None = None
         self.files: dict[str, str] = {}  # name -> digest
         self._remove(self.base)
@@ -69,26 +67,13 @@ class DiskUpdate:
             HpcrlError: if it cannot be written.
         """
         self.forget()
-        there = self.base / f"version-{version:08d}"
-        staging = there.with_name(f".partial-{there.name}")
-        try:
-            staging.mkdir(parents=True)
+        self.there = there = self.base / f"version-{version:08d}"
+        with directory(there, force=True, hint="free space, or give --update-weight-disk-dir") as staging:
             self._write(checked(quantized(ranks.gathered(), self.scheme)), staging)
-            from hpcrl.models.files.hf_writer import settle_directory
-
-            self.there = there
-            settle_directory(staging, there)
-        except OSError as error:
-            raise HpcrlError(
-                f"the weights cannot be written to {there}: {error.strerror}",
-                "free space, or give --update-weight-disk-dir",
-            ) from error
-        finally:
-            self._remove(staging)
         if self.written is not None:
             self.written(there, self.fleet)
 
-    def _write(self, tensors: Stream, directory: Path) -> None:
+    def _write(self, tensors: Stream, staging: Path) -> None:
         from safetensors.torch import save
 
         self.files = {}
@@ -97,12 +82,11 @@ class DiskUpdate:
         for number, file in enumerate(self._files(tensors), 1):
             name = f"model-{number:05d}.safetensors"
             data = save(file, {"format": "pt"})
-            (directory / name).write_bytes(data)
+            (staging / name).write_bytes(data)
             self.files[name] = hashlib.blake2b(data, digest_size=16).hexdigest()
             self.bytes += sum(tensor.nbytes for tensor in file.values())
             where |= dict.fromkeys(file, name)
-        index = {"metadata": {"total_size": self.bytes}, "weight_map": where}
-        (directory / INDEX).write_text(json.dumps(index))
+        write_index(staging, where, self.bytes)
 
     def _files(self, tensors: Stream) -> Iterator[dict[str, torch.Tensor]]:
         """Tensors of one file each: of at most `limit` bytes, or a single one."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config.options import Options
@@ -35,6 +36,7 @@ from hpcrl.weights.worker_calls import WorkerCalls
 NOTICED = 3.0  #: seconds within which the end of an engine shows
 
 
+@dataclass
 class WeightSender:
     """Sends the policy to the engines that it is connected to; made and used by every trainer rank, driven by one.
 
@@ -45,31 +47,23 @@ class WeightSender:
         identity: the run's, in the name of these directories.
     """
 
-    def __init__(
-        self,
-        rundir: RunDir,
-        host: str,
-        options: Options,
-        is_driver: bool,
-        written: Written | None = None,
-        identity: str = "run",
-        base: bool = False,
-    ) -> None:
-        self.adapter = is_driver and serves_adapter(options)
-        self.base = base
-        self.written = written
-        self.identity = identity
-        self.rundir = rundir
-        self.host = host
-        self.options = options
-        self.is_driver = is_driver
-        self.fleet: EngineBroadcast | None = None
-        self.update: PieceUpdate | DiskUpdate | VllmUpdate | VllmIpcUpdate | None = None
-        coded = is_driver and options.hf_checkpoint and (base or not self.adapter)
-        self.scheme = scheme_of(options.hf_checkpoint) if coded else None
-        self.manifests: list[list[dict[str, Any]]] = []
-        self.comparison: Comparison | None = None
-        self._outline: tuple[Any, ...] | None = None  # what all engines that ever came have in common
+    rundir: RunDir
+    host: str
+    options: Options
+    is_driver: bool
+    written: Written | None = None
+    identity: str = "run"
+    base: bool = False
+    fleet: EngineBroadcast | None = None
+    update: PieceUpdate | DiskUpdate | VllmUpdate | VllmIpcUpdate | None = None
+    manifests: list[list[dict[str, Any]]] = field(default_factory=list)
+    comparison: Comparison | None = None
+    _outline: tuple[Any, ...] | None = None  # what all engines that ever came have in common
+
+    def __post_init__(self) -> None:
+        self.adapter = self.is_driver and serves_adapter(self.options)
+        coded = self.is_driver and self.options.hf_checkpoint and (self.base or not self.adapter)
+        self.scheme = scheme_of(self.options.hf_checkpoint) if coded else None
 
     def connect(self, engines: Sequence[Engine]) -> None:
         """Make these the engines that are sent to; driver only. Nothing happens if they are already.

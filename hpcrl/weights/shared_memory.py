@@ -30,7 +30,6 @@ class Region:
     def __init__(self, size: int) -> None:
         import torch
 
-        self.size = size
         self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self.fd, 0o600)
         os.ftruncate(self.fd, size)
@@ -39,7 +38,7 @@ class Region:
 
     def to_wire(self) -> dict[str, int]:
         """How another process of this host opens it."""
-        return {"pid": os.getpid(), "fd": self.fd, "inode": os.fstat(self.fd).st_ino, "size": self.size}
+        return {"pid": os.getpid(), "fd": self.fd, "inode": os.fstat(self.fd).st_ino, "size": len(self.buffer)}
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with its last mapping."""

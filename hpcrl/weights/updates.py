@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.engine.membership.http import Address
@@ -47,6 +47,7 @@ class FirstUpdate:
     leave: Callable[[], None]
 
 
+@dataclass
 class Updates:
     """Weight updates of one attempt.
 
@@ -57,26 +58,17 @@ class Updates:
         key: (index, incarnation) -> the HTTP key of an engine.
         together: broadcasts rank 0's value to every rank.
         first: what engines that get an adapter are sent before these.
+        ready: (index, incarnation) of engines that have had it.
     """
 
-    def __init__(
-        self,
-        sender: WeightSender,
-        rundir: RunDir,
-        start_timeout: float,
-        client: QueueClient | None,
-        key: Callable[[int, int], str],
-        together: Callable[[Any], Any],
-        first: FirstUpdate | None = None,
-    ) -> None:
-        self._sender = sender
-        self._rundir = rundir
-        self._start_timeout = start_timeout
-        self._client = client
-        self._key = key
-        self._together = together
-        self._first = first
-        self._ready: set[tuple[int, int]] = set()  # (index, incarnation) of engines that have had it
+    sender: WeightSender
+    rundir: RunDir
+    start_timeout: float
+    client: QueueClient | None
+    key: Callable[[int, int], str]
+    together: Callable[[Any], Any]
+    first: FirstUpdate | None = None
+    ready: set[tuple[int, int]] = field(default_factory=set)
 
     def wait(self) -> None:
         """Wait for the engines that start with the run, on the driver.
@@ -84,14 +76,14 @@ class Updates:
         Raises:
             DeadlineError: names the one that does not come up.
         """
-        if self._client is None:
+        if self.client is None:
             return
-        end = Deadline(self._start_timeout + SLACK)
+        end = Deadline(self.start_timeout + SLACK)
         while starting := self._registry("engines").get("starting"):
-            self._rundir.check()
+            self.rundir.check()
             if end.over:
                 raise DeadlineError(
-                    f"{starting[0]} did not come up within {self._start_timeout:.0f} s", f"see {self._rundir.logs}"
+                    f"{starting[0]} did not come up within {self.start_timeout:.0f} s", f"see {self.rundir.logs}"
                 )
             time.sleep(LOOK)
 
@@ -111,20 +103,20 @@ class Updates:
 
     def close(self) -> None:
         """Give up memory and groups; the engines stay as they are."""
-        self._sender.close()
+        self.sender.close()
 
     def _send(self, export: Export, version: int, alone: bool) -> dict[str, float]:
-        members = self._together(self._members(alone) if self._client else None)
+        members = self.together(self._members(alone) if self.client else None)
         metrics: dict[str, float] = {}
         if members:
-            new = [m for m in members if (m[0], m[1]) not in self._ready]
-            if self._first is not None and new:
-                self._publish(self._first.sender, new, self._first.export, version)
-                self._first.sender.close()
-                self._first.leave()
-                self._ready |= {(m[0], m[1]) for m in new}
-            metrics = self._publish(self._sender, members, export, version)
-        if self._client is not None and (members or not alone):
+            new = [m for m in members if (m[0], m[1]) not in self.ready]
+            if self.first is not None and new:
+                self._publish(self.first.sender, new, self.first.export, version)
+                self.first.sender.close()
+                self.first.leave()
+                self.ready |= {(m[0], m[1]) for m in new}
+            metrics = self._publish(self.sender, members, export, version)
+        if self.client is not None and (members or not alone):
             engines = [[index, incarnation] for index, incarnation, *_ in members]
             self._registry("engines_updated", engines=engines, version=version, alone=alone)
         return metrics
@@ -137,9 +129,9 @@ class Updates:
         engines."""
         from hpcrl.transport.client import Unanswered
 
-        assert self._client is not None
+        assert self.client is not None
         try:
-            return self._client.call(method, **params)
+            return self.client.call(method, **params)
         except Unanswered:
             return {}
 
@@ -148,12 +140,12 @@ class Updates:
     ) -> dict[str, float]:
         """One update to these engines; metrics, on the driver."""
         source = export()
-        if self._client is None:
+        if self.client is None:
             source.follow()
             return {}
         sender.connect(
             [
-                Engine.at(Address(host, port, self._key(index, incarnation)), index, incarnation)
+                Engine.at(Address(host, port, self.key(index, incarnation)), index, incarnation)
                 for index, incarnation, host, port in members
             ]
         )

@@ -48,7 +48,7 @@ def trained(options: Options, rank: int = 0, data: SampleBatch | None = None) ->
         with one_rank.others_answer(device, policy, share, others):
             device.syncs.clear()
             train_batch.train(policy, ranks, options, share, others)
-        parts = running_parts.line(running_parts.running_parts(policy, {}))
+        parts = running_parts.line(policy, {})
     return Waits(Counter(device.syncs), _units(policy, others, share), parts)
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.transport.torch_store import open_store
-from hpcrl.weights import gloo_group, update_backend, vllm_transfer
+from hpcrl.weights import update_backend, vllm_transfer
+from hpcrl.weights.pieces.peer_transport import join_group
 
 HERE = "127.0.0.1"
 LIMIT = 60.0
@@ -27,7 +28,7 @@ class GlooCommunicator:
     """In place of vLLM's PyNcclCommunicator."""
 
     def __init__(self, name: bytes, rank: int, world: int, device: Any) -> None:
-        self.group: Any = gloo_group.join(HERE, int(name), rank, world, HERE, LIMIT).group
+        self.group: Any = join_group(HERE, int(name), rank, world, HERE, LIMIT).group
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         how = dist.BroadcastOptions()
@@ -99,4 +100,4 @@ def install() -> None:
     torch.accelerator.current_device_index = lambda: 0
     vllm_transfer.unique_id = unique_id
     obstacle = update_backend.transfer_obstacle
-    update_backend.transfer_obstacle = lambda transfer, site: None if transfer == "vllm" else obstacle(transfer, site)
+    update_backend.transfer_obstacle = lambda transfer, *site: None if transfer == "vllm" else obstacle(transfer, *site)

@@ -23,9 +23,8 @@ import torch
 from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.engine.pieces.assembly import Assembly, Held
 from hpcrl.errors import HpcrlError
-from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device, use_device
-from hpcrl.weights.pieces.peer_transport import MessageMemory, PeerTransport, Transfer
+from hpcrl.weights.pieces.peer_transport import MessageMemory, PeerTransport, Transfer, join_group
 from hpcrl.weights.pieces.piece_sender import MEMORY
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Message, ReceivePlan, WorkerJoinCommand
 
@@ -203,7 +202,7 @@ def join(command: WorkerJoinCommand, worker: str, held: Holdings) -> Future[Piec
 
     def connect() -> PieceReceiver:
         with use_device(device):
-            group = gloo_group.join(
+            group = join_group(
                 update_group.host,
                 update_group.port,
                 number,

@@ -23,9 +23,8 @@ from hpcrl.models.files.config_json import read_config
 from hpcrl.models.files.hf_writer import TensorHeader, copy_assets, directory, save_shards, split
 from hpcrl.models.files.safetensors_files import Entry, SafetensorsDirectory, listing
 from hpcrl.models.files.torch_dist import TorchDist
-from hpcrl.models.lora.base_digest import bit_sums, digest_of
+from hpcrl.models.lora import peft
 from hpcrl.models.lora.matrices import ALL, adapted, lora_name
-from hpcrl.models.lora.peft import base_digest_of, pairs, read_adapter, read_settings, target_names, write_adapter
 from hpcrl.models.lora.settings import RECORD, LoraSettings
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.utils.arguments import Parser
@@ -60,9 +59,9 @@ def convert_adapter(source: Path, output: Path, origin: Path, force: bool = Fals
         found |= {copy: found[name].clone() for copy, name in matrix.copies.items()}
     if extra := set(stored.tensors) - {rule.megatron for matrix in matrices for rule in matrix.rules}:
         raise DataError(f"{source} holds {min(extra)}, which no adapter of --origin-hf-dir's model has")
-    targets = target_names(matrices, adapted(tensors, replace(settings, targets=(ALL,), excluded=())))
+    targets = peft.target_names(matrices, adapted(tensors, replace(settings, targets=(ALL,), excluded=())))
     with directory(output, force) as staging:
-        write_adapter(staging, found, settings, targets, str(record.get("over") or origin), record["base"])
+        peft.write_adapter(staging, found, settings, targets, str(record.get("over") or origin), record["base"])
 
 
 def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3, force: bool = False) -> None:
@@ -71,10 +70,10 @@ def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3
     Raises:
         DataError: names a matrix that the base does not have so.
     """
-    settings = read_settings(adapter)
-    tensors = read_adapter(adapter)
+    settings = peft.read_settings(adapter)
+    tensors = peft.read_adapter(adapter)
     names = listing(base)
-    inputs = set(pairs(tensors, settings, adapter))
+    inputs = set(peft.pairs(tensors, settings, adapter))
     for weight in sorted(inputs):
         wanted = (len(tensors[lora_name(weight, "B")]), tensors[lora_name(weight, "A")].shape[1])
         entry = names.get(weight)
@@ -84,7 +83,7 @@ def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3
                 f"{base} has no matrix {weight} of {list(wanted)} in bf16 or fp32 ({found})",
                 "is it the base of this adapter, and not in FP8?",
             )
-    _check_base(base, names, base_digest_of(adapter))
+    _check_base(base, names, peft.base_digest_of(adapter))
     plan = [[TensorHeader(name, getattr(torch, entry.dtype), tuple(entry.shape))] for name, entry in names.items()]
     with ExitStack() as stack, directory(output, force) as staging:
         files = SafetensorsDirectory(base, stack)
@@ -112,9 +111,9 @@ def _check_base(base: Path, names: Mapping[str, Entry], wanted: str) -> None:
         files = SafetensorsDirectory(base, stack)
         for name in known:
             value = files.slice(name)[...]
-            plain.append(f"{name} {bit_sums(value)}\n")
-            rounded.append(f"{name} {bit_sums(value.bfloat16())}\n")
-    if wanted not in (digest_of(plain), digest_of(rounded)):
+            plain.append((name, peft.bit_sums(value)))
+            rounded.append((name, peft.bit_sums(value.bfloat16())))
+    if wanted not in (peft.digest_of(plain), peft.digest_of(rounded)):
         raise DataError(f"{base} is not the base that the adapter was trained over", "name that one by --base-dir")
 
 

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from hpcrl.errors import DataError
 from hpcrl.utils.untrusted_files import MOST, read_given_bytes
@@ -131,22 +131,8 @@ def _tokens(directory: Path, flag: str = "--hf-checkpoint") -> dict[int, str]:
     return tokens | {entry["id"]: entry["content"] for entry in found.get("added_tokens") or []}
 
 
-class Quantization(NamedTuple):
-    """How the matrices of a checkpoint are quantised.
-
-    Attributes:
-        strategy: block, channel or tensor.
-        block: (rows, columns), for the first.
-        power_of_two: scales of the format ue8m0.
-    """
-
-    strategy: Literal["block", "channel", "tensor"]
-    block: tuple[int, int] | None
-    power_of_two: bool
-
-
-def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantization | None:
-    """How matrices are quantised; None if they are not.
+def read_quantization(config: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
+    """How matrices are quantised, as fields of `fp8.Scheme`; None if they are not.
 
     Args:
         where: the file, for messages.
@@ -166,7 +152,7 @@ def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantizat
         and config.get("weight_block_size")
     ):
         high, wide = config["weight_block_size"]
-        return Quantization("block", (int(high), int(wide)), power)
+        return {"strategy": "block", "block": (int(high), int(wide)), "power_of_two": power}
     if method == "compressed-tensors" and config.get("format") == "float-quantized":
         groups = list(config.get("config_groups", {}).values())
         weights = groups[0].get("weights", {}) if len(groups) == 1 else {}
@@ -175,7 +161,7 @@ def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantizat
             and weights.get("strategy") in ("channel", "tensor")
             and weights.get("symmetric")
         ):
-            return Quantization(weights["strategy"], None, power)
+            return {"strategy": weights["strategy"], "power_of_two": power}
     raise DataError(
         f"{where} has a quantization_config ({method}) that hpcrl cannot convert updates to",
         "give a checkpoint of hpcrl convert to-fp8, or one without quantisation",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,10 +183,7 @@ def read_scheme(config: Mapping[str, Any] | None, where: str, chosen: frozenset[
         DataError: for a way of quantising that we cannot do on the fly.
     """
     found = read_quantization(config, where)
-    if found is None:
-        return None
-    block = {"block": found.block} if found.block else {}
-    return Scheme(found.strategy, power_of_two=found.power_of_two, chosen=chosen, **block)
+    return None if found is None else Scheme(**found, chosen=chosen)
 
 
 def scheme_of(directory: str | Path) -> Scheme | None:
@@ -196,14 +193,12 @@ def scheme_of(directory: str | Path) -> Scheme | None:
     Raises:
         DataError: as `read_scheme`.
     """
-    config = read_config(directory).get("quantization_config")
-    path = Path(directory) / CONFIG
-    scheme = read_scheme(config, str(path))
+    scheme = read_scheme(read_config(directory).get("quantization_config"), str(Path(directory) / CONFIG))
     if scheme is None:
         return None
     names = listing(directory).keys()
     scaled = {name.removesuffix(scheme.suffix) + "weight" for name in names if name.endswith(f".{scheme.suffix}")}
-    return read_scheme(config, str(path), frozenset(scaled & names) or None)
+    return replace(scheme, chosen=frozenset(scaled & names) or None)
 
 
 def quantized(stream: Stream, scheme: Scheme | None) -> Stream:

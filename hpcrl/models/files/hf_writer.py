@@ -128,8 +128,11 @@ def write_index(path: Path, where: Mapping[str, str], size: int) -> None:
 
 
 @contextlib.contextmanager
-def directory(output: Path, force: bool) -> Iterator[Path]:
+def directory(output: Path, force: bool, hint: str = "") -> Iterator[Path]:
     """A directory next to `output` to write in: it takes that name at the end, and is removed if anything fails.
+
+    Args:
+        hint: what to do if it cannot be written.
 
     Raises:
         UsageError: if `output` is there and force is not given, or cannot be made.
@@ -141,21 +144,23 @@ def directory(output: Path, force: bool) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)  # of a conversion that was killed
         staging.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"{staging} cannot be created: {error.strerror}", "choose a writable directory") from error
+        raise UsageError(
+            f"{staging} cannot be created: {error.strerror}", hint or "choose a writable directory"
+        ) from error
     try:
         yield staging
         settle_directory(staging, output)
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(staging.parent).free / 1e6
         why = error.strerror if isinstance(error, OSError) else error
-        raise HpcrlError(f"{output} was not written: {why} ({free:.1f} MB are free there)") from error
+        raise HpcrlError(f"{output} was not written: {why} ({free:.1f} MB are free there)", hint) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def settle_directory(staging: Path, output: Path) -> None:
     """Flush what is in `staging`, then let it take the place of `output`."""
-    for path in [*staging.iterdir(), staging]:
+    for path in [*staging.rglob("*"), staging]:
         flush(path)
     old = None
     if output.exists():

@@ -6,8 +6,9 @@ Invariants: a setting of such a file that is not implemented is an error, never 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,3 +192,28 @@ def target_names(matrices: Collection[AdaptedMatrix], every: Collection[AdaptedM
     own = {matrix.base.hf[part] for matrix in matrices for part in matrix.parts}
     others = {leaf(name) for matrix in every for name in matrix.base.hf if name not in own}
     return {name.removesuffix(".weight") if leaf(name) in others else leaf(name) for name in own}
+
+
+# ---- what tells the base of an adapter from another
+# It is the same in every layout, and in a file.  Two sums of every tensor are all that it is made of, so that ranks
+# which hold parts of one add theirs up.
+
+BAND = 1 << 24  #: numbers that are looked at once
+
+
+def bit_sums(part: torch.Tensor) -> list[int]:
+    """Of a tensor, or of a part of one: the sum of the patterns of all numbers as fp32, read as int32, and that of
+    their squares, both modulo 2^64."""
+    import torch
+
+    sums = torch.zeros(2, dtype=torch.int64, device=part.device)
+    for band in part.reshape(-1).split(BAND):  # of which wide copies are made
+        bits = band.float().view(torch.int32).to(torch.int64)
+        sums += torch.stack([bits.sum(), (bits * bits).sum()])
+    return sums.tolist()
+
+
+def digest_of(sums: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Of the name and the `bit_sums` of each tensor, in the order of their names; hex."""
+    lines = (f"{name} {plain} {squares}\n" for name, (plain, squares) in sums)
+    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()

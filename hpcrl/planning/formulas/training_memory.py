@@ -16,7 +16,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.models.family import Config, Family, tied
-from hpcrl.models.lora import base_digest
+from hpcrl.models.lora import peft
 from hpcrl.models.lora.serving import served_as
 from hpcrl.planning.formulas.activations import activation_bytes, logits_bytes, weight_bytes
 from hpcrl.planning.formulas.nccl_memory import gpu_transfer, nccl_bytes
@@ -147,7 +147,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         if served_as(options, family, config) == "merged":
             largest = largest_adapted(family, config, layout, stage, options.megatron)
             gpu["weight update"] = merging_bytes(options, largest, gpu["weight update"])
-        gpu["start"] = max(gpu["start"], DIGEST * min(base_digest.BAND, max(sizes)))  # a band of the largest tensor
+        gpu["start"] = max(gpu["start"], DIGEST * min(peft.BAND, max(sizes)))  # a band of the largest tensor
         if len(models) > 1:  # a critic has weights of its own until it takes the policy's
             gpu["start"] += count.fixed * weight_bytes(options)
         base = [size * weight_bytes(options) for size in sizes]  # each a block; what is trained lies in large ones

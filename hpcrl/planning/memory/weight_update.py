@@ -109,18 +109,19 @@ def predict(
     Raises:
         UsageError: for a --weight-transfer that cannot be there.
     """
-    from hpcrl.weights.update_backend import DISK, IPC, NCCL, VLLM, VLLM_IPC, route
+    from hpcrl.weights.update_backend import DISK, IPC, NCCL, TAKES_PIECES, VLLM, VLLM_IPC, backend
 
     if served_as(options, family, config) == "adapter":
         return AdapterUpdate(adapter_parameters(options, family, config) * (2 if options.bf16 else 4))
-    found = route(options, plan, cpu=not options.bf16)
+    end = backend(options, plan, cpu=not options.bf16)
+    transfer = "vllm" if end == VLLM_IPC else end.removeprefix("hpcrl_")
     size = _bytes(options, family, config)
-    whole = WholeUpdate(found.transfer, found.backend, size, -(-size // options.update_weight_buffer_size), link)
-    if found.backend == DISK:
+    whole = WholeUpdate(transfer, end, size, -(-size // options.update_weight_buffer_size), link)
+    if end == DISK:
         return whole
-    other = {VLLM: NCCL, VLLM_IPC: IPC, NCCL: VLLM, IPC: VLLM_IPC}.get(found.backend)
-    pieces = in_pieces(options, family, config, plan, (other if found.whole else None) or found.backend, link)
-    if found.whole:
+    other = {VLLM: NCCL, VLLM_IPC: IPC, NCCL: VLLM, IPC: VLLM_IPC}.get(end)
+    pieces = in_pieces(options, family, config, plan, end if end in TAKES_PIECES else other, link)
+    if end not in TAKES_PIECES:
         return replace(whole, instead=pieces)
     return pieces if other is None else replace(pieces, instead=replace(whole, transfer="vllm", backend=other))
 

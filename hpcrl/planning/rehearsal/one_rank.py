@@ -142,7 +142,7 @@ def running_parts_of(policy: Any) -> str:
     """What the policy runs with, in a line."""
     from hpcrl.trainer.megatron import running_parts
 
-    return running_parts.line(running_parts.running_parts(policy, {}))
+    return running_parts.line(policy, {})
 
 
 # ---- what other ranks would say
@@ -202,16 +202,16 @@ def _shape(policy: Any, share: Share) -> list[int]:
 def other_models(policy: Any, options: Options) -> Any:
     """The models that a step needs in addition to the trained one, of the same shapes."""
     from hpcrl.config.rules.algorithm_needs import needs
-    from hpcrl.trainer.lora.switch import BaseAsReference
+    from hpcrl.trainer.lora.layer import BaseAsReference
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.megatron.host_memory import HostWeights
     from hpcrl.trainer.reference_and_critic import critic_options
     from hpcrl.trainer.step.prepare import OtherWeights
 
     wanted = needs(options)
-    second = HostWeights if policy.lora is None else BaseAsReference
+    reference = lambda: HostWeights(policy) if policy.lora is None else BaseAsReference(policy.modules)  # noqa: E731
     return OtherWeights(
-        reference=second(policy) if wanted.reference else None,
+        reference=reference() if wanted.reference else None,
         teacher=HostWeights(policy) if wanted.teacher_model else None,
         critic=model.build(critic_options(options), policy.ranks, value_head=True) if wanted.critic else None,
     )
@@ -263,13 +263,13 @@ def export(policy: Any, buffer: int) -> int:
     import torch
 
     from hpcrl.models.slicing import CUTS
-    from hpcrl.trainer.lora.merged import sent_values
+    from hpcrl.trainer.lora.layer import sent_values
     from hpcrl.trainer.megatron import parameter_shards
     from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
 
     memory = torch.empty(buffer // 2, dtype=torch.bfloat16, device=next(policy.modules[0].parameters()).device)
     written = 0
-    value = sent_values(policy)
+    value = sent_values(policy.modules, policy.part)
     for rule, parameter in parameter_shards.own_parameters(policy).values():
         part = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
         places = CUTS[rule.kind].places(part, tuple(parameter.shape), parameter_shards.shapes_of(policy, rule))

@@ -45,8 +45,7 @@ def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], N
     from hpcrl.trainer import collectives
     from hpcrl.trainer.checkpoint import writers
     from hpcrl.trainer.megatron import host_memory
-    from hpcrl.trainer.megatron.capabilities import Machine
-    from hpcrl.trainer.megatron.kernels import find_kernels
+    from hpcrl.trainer.megatron.capabilities import Machine, find_kernels
 
     machine = Machine(True, packages, find_kernels())
     stock_group = dist.new_group
@@ -65,7 +64,7 @@ def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], N
 
     changes: list[tuple[Any, str, Any]] = [
         (Machine, "here", staticmethod(lambda: machine)),
-        (collectives, "device", device),
+        (collectives, "device", lambda group=None: torch.device("cpu") if asked.get(group) == "gloo" else device()),
         (dist, "new_group", new_group),
         (dist.distributed_c10d, "new_group", new_group),
         (dist, "get_backend", lambda group=None: asked.get(group, "nccl")),

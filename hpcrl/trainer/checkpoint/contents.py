@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
 from hpcrl.errors import DataError
@@ -111,20 +111,15 @@ def megatron_args(policy: Any, padded_vocab_size: int) -> Namespace:
     )
 
 
-def random_state() -> dict[str, Any]:
-    """The states of this process's random-number generators, under Megatron-LM's keys."""
-    return {
+def rng_object(ranks: Ranks) -> ShardedObject:
+    """This rank's random-number states, as one object per (pipeline, tensor) rank, as Megatron-LM keeps them."""
+    mine = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-
-
-def rng_object(ranks: Ranks) -> ShardedObject:
-    """This rank's random-number states, as one object per (pipeline, tensor) rank, as Megatron-LM keeps them."""
-    mine = random_state()
     shape = (ranks.pp_size, ranks.tp_size)
     offset = (ranks.pp_rank, ranks.tp_rank)
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -148,15 +143,21 @@ FIX = "is it a checkpoint of --hf-checkpoint's model?"
 FIX_HEADS = "give --mtp-num-layers and --enable-mtp-training, or leave them out, as the run did that saved it"
 
 
-def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spare: Collection[str] = ()) -> None:
-    """Raise DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model
-    but `spare`.
+def fitting(request: dict[str, Any], stored: TorchDist, vocab_size: int, spare: Collection[str] = ()) -> dict[str, Any]:
+    """The request, if `stored` has every tensor that it asks for, in its shape, and no more of the model but `spare`.
 
     Args:
-        request: a state dict of Megatron's sharded tensors; `_extra_state` of layers is removed where the checkpoint
+        request: a state dict of Megatron's sharded tensors; `_extra_state` of layers is left out where the checkpoint
             has none, because every kind of layer keeps something else there.
+
+    Raises:
+        DataError: the same on all ranks.
     """
-    _without_extras(request, stored)
+
+    def absent(value: Any) -> bool:
+        return isinstance(value, ShardedObject) and "_extra_state" in value.key and not stored.holds(value.unique_key)
+
+    _, request = extract_matching_values(request, absent)
     asked = list(_tensors(request))
     agree(lambda: _compare(asked, stored, vocab_size))
     mine = {tensor.key for tensor in asked}
@@ -168,6 +169,7 @@ def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spar
         raise DataError(
             f"{stored.path} holds {', '.join(extra[:4])}{more}, which the model does not have", _fix(*extra)
         )
+    return request
 
 
 def _compare(asked: list[ShardedTensor], stored: TorchDist, vocab_size: int) -> None:
@@ -196,20 +198,6 @@ def _tensors(request: dict[str, Any]) -> Iterator[ShardedTensor]:
     for value in nested_values(copy):
         if isinstance(value, ShardedTensor):
             yield value
-
-
-def _without_extras(value: Any, stored: TorchDist) -> None:
-    """Drop `_extra_state` objects that the checkpoint does not hold, in place."""
-    if isinstance(value, list):
-        for item in value:
-            _without_extras(item, stored)
-    if not isinstance(value, dict):
-        return
-    for key, item in list(value.items()):
-        if isinstance(item, ShardedObject) and "_extra_state" in item.key and not stored.holds(item.unique_key):
-            del value[key]
-        else:
-            _without_extras(item, stored)
 
 
 # ---- the optimizer's parts

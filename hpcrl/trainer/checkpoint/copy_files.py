@@ -21,14 +21,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import DataError, HpcrlError
 from hpcrl.run.rundir import listed, write_unread
 from hpcrl.run.storage_errors import describe
 from hpcrl.trainer.checkpoint.copies_plan import Part
-from hpcrl.utils.untrusted_files import Damaged, count_of, open_regular, read_json
+from hpcrl.trainer.checkpoint.whole import PIECE, check_files, is_inside, read_pieces
+from hpcrl.utils.untrusted_files import Damaged, count_of, read_json
 
 INDEX = "index.json"
-PIECE = 1 << 22  #: bytes that are read, sent and written at once
 SLOWEST = timedelta(minutes=10)  #: for one of them, on its way between two hosts
 
 
@@ -58,26 +58,6 @@ def clear(copies: Path) -> None:
             shutil.rmtree(copies / name, ignore_errors=True)
 
 
-def _pieces(file: Path) -> Iterator[bytes]:
-    with open_regular(file) as stream:
-        while piece := stream.read(PIECE):
-            yield piece
-
-
-def checksum(file: Path) -> int:
-    """The CRC-32 of a file."""
-    found = 0
-    for piece in _pieces(file):
-        found = zlib.crc32(piece, found)
-    return found
-
-
-def index_files(directory: Path) -> dict[str, tuple[int, int]]:
-    """`Part.files` of what is in a directory."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    return {str(file.relative_to(directory)): (file.stat().st_size, checksum(file)) for file in files}
-
-
 def write_index(directory: Path, part: Part) -> None:
     """Say that a part is whole."""
     write_unread(directory / ".index", msgspec.json.encode(part))
@@ -99,16 +79,10 @@ def parts_here(copies: Path, run_id: str, after: int) -> Iterator[tuple[Path, Pa
 def is_whole(directory: Path, part: Part) -> bool:
     """Whether every file of a part is as it was written."""
     try:
-        return all(
-            _inside(name) and (directory / name).stat().st_size == size and checksum(directory / name) == wanted
-            for name, (size, wanted) in part.files.items()
-        )
-    except OSError:
+        check_files(directory, part.files)
+    except (DataError, OSError):
         return False
-
-
-def _inside(name: str) -> bool:
-    return not Path(name).is_absolute() and ".." not in Path(name).parts
+    return True
 
 
 def copy_part(directory: Path, part: Part, target: Path, without: tuple[str, ...] = ()) -> None:
@@ -123,7 +97,7 @@ def copy_part(directory: Path, part: Part, target: Path, without: tuple[str, ...
         file = target / name
         try:
             file.parent.mkdir(exist_ok=True)
-            _write(file, _pieces(directory / name), flushed=True)
+            _write(file, read_pieces(directory / name), flushed=True)
         except OSError as error:
             raise HpcrlError(f"cannot write {file}: {describe(error, file)}") from error
 
@@ -150,7 +124,7 @@ def send_part(directory: Path, part: Part, target: int, group: dist.ProcessGroup
     _send(torch.tensor([len(head)]), target, group)
     _send(torch.frombuffer(bytearray(head), dtype=torch.uint8), target, group)
     for name in part.files:
-        for piece in _pieces(directory / name):
+        for piece in read_pieces(directory / name):
             _send(torch.frombuffer(bytearray(piece), dtype=torch.uint8), target, group)
 
 
@@ -169,7 +143,7 @@ def receive_part(copies: Path, source: int, group: dist.ProcessGroup) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, mode=0o700)
     for name, (length, wanted) in part.files.items():
-        if not _inside(name):
+        if not is_inside(name):
             raise HpcrlError(f"rank {source} sent a file of the name {name!r}")
         (directory / name).parent.mkdir(exist_ok=True)
         if _write(directory / name, _arriving(length, source, group)) != wanted:

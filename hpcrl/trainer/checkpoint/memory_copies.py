@@ -23,6 +23,7 @@ run nothing else.
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import threading
 import time
@@ -44,11 +45,11 @@ from hpcrl.run.rundir import write_unread
 from hpcrl.trainer.checkpoint import copy_files, save_load
 from hpcrl.trainer.checkpoint.copies_plan import Part, partners, senders
 from hpcrl.trainer.checkpoint.save_load import Position
-from hpcrl.trainer.checkpoint.saver import CheckpointWriter
+from hpcrl.trainer.checkpoint.whole import manifest
+from hpcrl.trainer.checkpoint.writers import CheckpointWriter
 from hpcrl.trainer.collectives import agree, agree_in_step, device, gather_json, is_alone
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.utils.imports import without_collection
 from hpcrl.utils.waiting import Deadline
 
 if TYPE_CHECKING:
@@ -126,8 +127,7 @@ class MemoryCopies:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if several else None
         self._division = save_load.division() if interval > 0 else None
         if interval > 0:
-            with without_collection():  # Megatron looks for garbage at each copy: not among all that is here by now
-                pass
+            gc.freeze()  # Megatron looks for garbage at each copy: not among all that is here by now
         self._patience = 30.0 * minutes
         self._pending: PendingCopy | None = None
         self._spent = 0.0
@@ -277,7 +277,7 @@ class MemoryCopies:
         """Sum up this rank's part, and send it to its partner."""
         at = pending.position
         run_id, attempt = self._origin
-        files = copy_files.index_files(pending.directory)
+        files = manifest(pending.directory, pieces=True)
         world = dist.get_world_size()
         part = Part(run_id, at.rollout_id, at.version, attempt, self._ranks.rank, world, files)
         copy_files.write_index(pending.directory, part)

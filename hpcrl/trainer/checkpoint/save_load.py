@@ -36,10 +36,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from hpcrl.errors import HpcrlError
+from hpcrl.models.files.hf_writer import settle_directory
 from hpcrl.models.files.torch_dist import TorchDist, latest, step
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.run import storage_errors
-from hpcrl.run.rundir import CHOSEN, TRACKER, flush, write_atomic
+from hpcrl.run.rundir import CHOSEN, TRACKER, write_atomic
 from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
 from hpcrl.trainer.checkpoint.whole import RECORD, CheckpointRecord, check, manifest, open_stored, saved_by
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
@@ -218,12 +219,7 @@ def commit(staging: Path, final: Path, position: Position, run_id: str, ranks: R
 
 def settle(staging: Path, final: Path, name: str) -> None:
     """Flush, rename, and write `name` into the tracker; one rank does it."""
-    for path in [*staging.rglob("*"), staging]:
-        flush(path)
-    if final.exists():  # left by a crash before the tracker named it: it is never read
-        shutil.rmtree(final)
-    os.rename(staging, final)
-    flush(final.parent)
+    settle_directory(staging, final)  # one that is there was left by a crash before the tracker named it
     write_atomic(final.parent / TRACKER, name.encode(), mode=0o644)
     (final.parent / CHOSEN).unlink(missing_ok=True)
 
@@ -284,24 +280,20 @@ def load_weights(policy: Policy, ranks: Ranks, path: Path, heads: bool = True) -
     Raises:
         DataError: as `load_checkpoint`.
     """
-    stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    stored = open_stored(path, ranks)
     request = weights(policy)
     spare: tuple[str, ...] = ()
     if policy.value_head and (HEAD[1] not in stored.all or stored.all[HEAD[1]].shape != (1,)):
         spare = HEAD
     if not heads:
         spare += (*filter(is_head, {*stored.tensors, *(name for _, part in _chunks(request) for name in part)}),)
-    request |= {key: _without(part, spare) for key, part in _chunks(request)}
+    request |= {key: {n: value for n, value in part.items() if n not in spare} for key, part in _chunks(request)}
     _fill(policy, read(request, stored, policy, spare))
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
 
 
 def _chunks(request: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(key, value) for key, value in request.items() if key.startswith("model")]
-
-
-def _without(part: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in part.items() if name not in names}
 
 
 def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -318,7 +310,7 @@ def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tupl
         check_same_adapter(policy, common.get(ADAPTER), stored.path)
     else:
         agree(lambda: refuse_adapter(stored))
-    contents.check_fits(request, stored, policy.vocab_size, spare)
+    request = contents.fitting(request, stored, policy.vocab_size, spare)
     try:
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(stored.path)),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,11 @@ import torch.distributed as dist
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, DeadlineError
 from hpcrl.trainer.checkpoint import save_load
-from hpcrl.trainer.checkpoint.forked_writer import CheckpointWriter
 from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.checkpoint.writers import CheckpointWriter
 from hpcrl.trainer.collectives import agree, agree_in_step, device
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.utils.waiting import Deadline
 
 
 @dataclass
@@ -100,17 +98,14 @@ class Saver:
         if self.pending is None:
             return None
         minutes = self.options.distributed_timeout_minutes
-        path = self.pending.final
-        deadline = Deadline(60 * minutes)
+        path, writer = self.pending.final, self.pending.writer
 
         def wait() -> None:
-            while self.pending.writer is not None and not self.pending.writer.done():
-                if deadline.over:
-                    raise DeadlineError(
-                        f"checkpoint {path} was not written within {minutes} minutes",
-                        "raise --distributed-timeout-minutes, or is the file system stuck?",
-                    )
-                time.sleep(0.01)
+            if writer is not None and not writer.wait(60 * minutes):
+                raise DeadlineError(
+                    f"checkpoint {path} was not written within {minutes} minutes",
+                    "raise --distributed-timeout-minutes, or is the file system stuck?",
+                )
 
         agree(wait)
         return self._commit()

@@ -197,7 +197,6 @@ def convert(options: Options, ranks: Any) -> Path:
     load_hf(policy, source, progress=_bar if ranks.rank == 0 else iter, scheme=scheme)
     state = save_load.weights(policy)
     del policy  # from here on the state alone holds the weights
-    _one_storage_each(state)
     save_load.write(state, staging)
     agree(lambda: save_load.settle(staging, final, "release"), ranks.rank == 0)
     return final
@@ -249,20 +248,3 @@ def _take_dtypes(policy: Any, directory: Path, scheme: Any) -> None:
             dtype = getattr(torch, names[rule.hf[0]].dtype)
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
-
-
-def _one_storage_each(state: dict[str, Any]) -> None:
-    """Give views their own storages, one after another.
-
-    Megatron's writer copies every view, all at once, before it writes: a gated MLP's weight is two views, so that would
-    be most of the model a second time.
-    """
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
-    apply_factories(state)
-    for value in nested_values(state):
-        if isinstance(value, ShardedTensor) and value.data is not None:
-            value.data = value.data.detach()
-            if value.data.untyped_storage().nbytes() != value.data.numel() * value.data.element_size():
-                value.data = value.data.clone()

@@ -13,8 +13,9 @@ removed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from hpcrl.models.files.torch_dist import MOST_METADATA, TorchDist, latest, step
 from hpcrl.run.rundir import CHOSEN, TRACKER
 from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.utils.untrusted_files import Damaged, count_of, read_given_bytes, read_json
+from hpcrl.utils.untrusted_files import Damaged, count_of, open_regular, read_given_bytes, read_json
 
 RECORD = "hpcrl.json"
+PIECE = 1 << 22  #: bytes that are read at once
 PIECES = ".distcp"  #: files whose pieces have a checksum each
 
 
@@ -123,7 +125,7 @@ def check(path: Path, ranks: Ranks, run_id: str | None, verify: bool = False) ->
             stored = open_stored(path / name, ranks)
             if verify:
                 agree(lambda stored=stored: stored.check_sums(ranks.rank, dist.get_world_size()))
-        agree(lambda: check_files(path, record), ranks.rank == 0)
+        agree(lambda: check_files(path, record.files), ranks.rank == 0)
     except DataError as error:
         raise DataError(error.what, instead(path) or error.hint) from error
     return record
@@ -178,31 +180,46 @@ def folders(path: Path, record: CheckpointRecord) -> list[str]:
     return sorted({".", *named, *(found.parent.name for found in path.glob("*/.metadata"))})
 
 
-def manifest(path: Path) -> dict[str, tuple[int, int | None]]:
-    """`CheckpointRecord.files` of what is in a directory."""
+def manifest(path: Path, pieces: bool = False) -> dict[str, tuple[int, int | None]]:
+    """`CheckpointRecord.files` of what is in a directory.
+
+    Args:
+        pieces: with the checksums of PIECES.
+    """
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != RECORD)
-    return {
-        str(file.relative_to(path)): (file.stat().st_size, None if file.suffix == PIECES else _sum(file))
-        for file in files
-    }
+    sums = (None if file.suffix == PIECES and not pieces else checksum(file) for file in files)
+    return {str(file.relative_to(path)): (file.stat().st_size, found) for file, found in zip(files, sums, strict=True)}
 
 
-def check_files(path: Path, record: CheckpointRecord) -> None:
-    """Raise DataError unless every file that the record names is there as it was written."""
-    for name, (size, checksum) in record.files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+def check_files(path: Path, files: Mapping[str, tuple[int, int | None]]) -> None:
+    """Raise DataError unless every file of a `manifest` is there as it was written."""
+    for name, (size, wanted) in files.items():
+        if not is_inside(name):
             raise DataError(f"{path / RECORD} is damaged: it names {name!r}")
         file = path / name
         if not file.is_file():
             raise DataError(f"{file} is missing", "the checkpoint is not complete")
         if (found := file.stat().st_size) != size:
             raise DataError(f"{file} is damaged: {found} bytes, {size} were written")
-        if checksum is not None and _sum(file) != checksum:
+        if wanted is not None and checksum(file) != wanted:
             raise DataError(f"{file} is damaged: it fails its checksum", "the disk has changed it since it was written")
 
 
-def _sum(file: Path) -> int:
-    return zlib.crc32(read_given_bytes(file, MOST_METADATA))
+def is_inside(name: str) -> bool:
+    """Whether a file's name leads to no other directory."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def read_pieces(file: Path) -> Iterator[bytes]:
+    """What is in a file, PIECE bytes at a time."""
+    with open_regular(file) as stream:
+        while piece := stream.read(PIECE):
+            yield piece
+
+
+def checksum(file: Path) -> int:
+    """The CRC-32 of a file."""
+    return reduce(lambda found, piece: zlib.crc32(piece, found), read_pieces(file), 0)
 
 
 # ---- which there are

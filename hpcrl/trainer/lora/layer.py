@@ -10,19 +10,20 @@ ranks does not see the adapter.  An expert's layers leave all communication to M
 before the first and sums them after the second; the adapter's sums are parts of these then.
 
 Invariants: gradients of what is whole on several ranks are summed over them once: by Megatron where rows are split
-(`sequence_parallel` on the parameter), by `partial_gradients.py` for experts (`PARTIAL`); the norm of the gradient
+(`sequence_parallel` on the parameter), by `with_partial_gradients` for experts (`PARTIAL`); the norm of the gradient
 counts such a parameter once; the layer's own result, parameters and names in checkpoints are what they are without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer import TransformerConfig
 
 from hpcrl.models.family import Rule
@@ -64,7 +65,7 @@ class Adapter(torch.nn.Module):
             group: the ranks that the layer is cut over.
         """
         super().__init__()
-        self.training = False  # see `switch.dropping`
+        self.training = False  # see `switched`
         self.matrix = matrix
         self.scale = settings.scale
         self.dropout = settings.dropout
@@ -221,3 +222,86 @@ def adapters_of(module: torch.nn.Module) -> Iterator[tuple[str, Adapter]]:
     for name, found in module.named_modules():
         if isinstance(found, Adapter):
             yield name, found
+
+
+# ---- off for a while
+
+
+@contextmanager
+def switched(modules: Iterable[torch.nn.Module], name: Literal["is_on", "training"], inside: bool) -> Iterator[None]:
+    """Inside, the adapters of these models are off (is_on), or leave out some of their inputs (training,
+    --lora-dropout), or not; afterwards it is the other way round."""
+    found = [adapter for module in modules for _, adapter in adapters_of(module)]
+    for adapter in found:
+        setattr(adapter, name, inside)
+    try:
+        yield
+    finally:
+        for adapter in found:
+            setattr(adapter, name, not inside)
+
+
+class BaseAsReference:
+    """The reference of a run with adapters that began with the base: its policy with the adapters off."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = modules
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Inside, the policy's modules are the base; for forward passes alone."""
+        return switched(self._modules, "is_on", False)
+
+
+# ---- gradients
+
+
+def with_partial_gradients(finalize: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's last act on gradients, and these sums after it."""
+
+    def finalize_all(model: Sequence[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+        finalize(model, *args, **kwargs)
+        gradients = [
+            parameter.main_grad
+            for chunk in model
+            for parameter in chunk.parameters()
+            if parameter.requires_grad and getattr(parameter, PARTIAL, False)
+        ]
+        if gradients:
+            flat = torch.cat([gradient.view(-1) for gradient in gradients])
+            dist.all_reduce(flat, group=parallel_state.get_expert_tensor_parallel_group())
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+    return finalize_all
+
+
+# ---- what is sent
+
+
+def sent_values(modules: Sequence[torch.nn.Module], part: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes the values of that part of a policy (`model.Part`) of its parameters; None: they are those.
+
+    Of an adapter that is "sent", B with the scale in it, as engines multiply; of weights that are "merged", W + scale B
+    A: a rank that holds its rows of B and all of A, or all of B and its columns of A, can merge alone what it holds of
+    W.  Computed in fp32 and rounded once, to the dtype of the weights, so that it is the same on every way to an engine
+    or a file; between layouts products of A and B may differ by their own rounding.
+    """
+    if part not in ("merged", "sent"):
+        return None
+    merges = part == "merged"
+    adapters: dict[int, Adapter] = {}
+    for module in modules:
+        for name, adapter in adapters_of(module):
+            layer, _, number = name.partition(SUFFIX)
+            weight = f"{layer}.weight{number.removeprefix('.')}"  # of one that holds the matrices of several experts
+            adapters[id(module.get_parameter(weight) if merges else adapter.lora_B)] = adapter
+
+    @torch.no_grad()
+    def value(parameter: torch.Tensor) -> torch.Tensor:
+        if (adapter := adapters.get(id(parameter))) is None:
+            return parameter.detach()
+        made = parameter.float() + adapter.delta() if merges else parameter.float() * adapter.scale
+        return made.to(parameter.dtype)
+
+    return value

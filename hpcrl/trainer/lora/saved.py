@@ -22,8 +22,8 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from hpcrl.errors import DataError
 from hpcrl.models.files.torch_dist import TorchDist
-from hpcrl.models.lora.base_digest import BitSums, bit_sums, digest_of
 from hpcrl.models.lora.matrices import is_adapter
+from hpcrl.models.lora.peft import bit_sums, digest_of
 from hpcrl.models.slicing import CUTS
 from hpcrl.trainer.global_names import in_whole_model
 from hpcrl.trainer.lora.layer import Adapter, adapters_of
@@ -150,5 +150,4 @@ def base_digest(policy: Policy) -> str:
             sums[row[held.rule.hf[place.tensor]]] += torch.tensor(bit_sums(parameter[place.inside]))
     sums = sums.to(policy.ranks.device)
     dist.all_reduce(sums)
-    lines = (f"{name} {BitSums(*found)}\n" for name, found in zip(names, sums.tolist(), strict=True))
-    return digest_of(lines)
+    return digest_of(zip(names, sums.tolist(), strict=True))

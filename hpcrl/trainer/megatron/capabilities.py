@@ -7,7 +7,9 @@ without what was asked for.  Invariant: a setting that passes `check_capabilitie
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +19,6 @@ from hpcrl.config.megatron_flags import INFERENCE, NEEDS, PARTS, VALUE_NEEDS
 from hpcrl.config.passthrough import as_flag
 from hpcrl.config.rules.passed_through import check_megatron
 from hpcrl.errors import UsageError
-from hpcrl.trainer.megatron.kernels import find_kernels
 
 
 @dataclass(frozen=True)
@@ -46,26 +47,13 @@ class Machine:
         return self.has("Transformer Engine")
 
 
-#: what makes another model than config.json says, in addition to what `hpcrl.models.model_args` compares with it
-ARCHITECTURE = {
-    "apply_residual_connection_post_layernorm",
-    "is_hybrid_model",
-    "linear_attention_freq",
-    "mrope_section",
-    "window_attn_skip_freq",
-}
-
-
-def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], machine: Machine) -> None:
+def check_capabilities(given: Mapping[str, Any], machine: Machine) -> None:
     """Raise UsageError for the first of the user's settings that cannot have its effect on `machine`.
 
     Args:
         given: the user's settings that config.json does not decide, by field, in the types of their fields.
-        defaults: the default of every field.
     """
     for name, value in given.items():
-        if name in ARCHITECTURE and value != defaults[name]:
-            raise UsageError(f"{as_flag(name, value)}: the model's config.json does not say so", "leave the flag out")
         if value and name in NEEDS:
             _need(machine, name, value, NEEDS[name])
         plain = getattr(value, "name", value)  # of an enum
@@ -98,3 +86,57 @@ def _need(machine: Machine, name: str, value: Any, part: str) -> None:
 
 def _refuse(name: str, value: Any, why: str) -> NoReturn:
     raise UsageError(f"{as_flag(name, value)} cannot be set: {why}", "leave it out")
+
+
+# ---- kernels
+
+ROPE = "rotary embedding"  #: of packed sequences, which rotates the two halves of a head
+INTERLEAVED = "interleaved rotary embedding"  #: of packed sequences, which can rotate neighbouring columns too
+PERMUTE = "permutation of tokens"  #: to and from experts
+ROUTER = "choice of experts"
+GRADIENTS = "weight gradients"  #: Apex's, which Megatron's own linear layers call
+
+#: what Megatron's TransformerConfig asks for with moe_permute_fusion
+#: (transformer/transformer_config.py of 0.16.1 and 0.19.2: "Please install TE >= 2.1.0")
+_PERMUTE = """
+fused_permute fused_permute_with_probs fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_unpermute
+"""
+
+
+def find_kernels() -> frozenset[str]:
+    """Those that are here; imports Megatron-core, and with it Transformer Engine where it is installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": that is the answer
+        from megatron.core.extensions import transformer_engine
+        from megatron.core.models.common.embeddings import rope_utils
+        from megatron.core.tensor_parallel import layers
+        from megatron.core.transformer.moe import moe_utils
+    rotate = getattr(transformer_engine, "apply_rotary_pos_emb", None)  # from where Megatron's wrapper has it
+    found = rope_kernels(getattr(rope_utils, "fused_apply_rotary_pos_emb_thd", None), rotate)
+    if all(getattr(moe_utils, name, None) is not None for name in _PERMUTE.split()):
+        found |= {PERMUTE}
+    # transformer/moe/moe_utils.py: None before Transformer Engine 2.7
+    if getattr(moe_utils, "fused_topk_with_score_function", None) is not None:
+        found |= {ROUTER}
+    # tensor_parallel/layers.py: whether it could import fused_weight_gradient_mlp_cuda, without which its
+    # ColumnParallelLinear, the output layer among them, raises
+    if getattr(layers, "_grad_accum_fusion_available", False):
+        found |= {GRADIENTS}
+    return frozenset(found)
+
+
+def rope_kernels(wrapper: Callable[..., Any] | None, kernel: Callable[..., Any] | None) -> set[str]:
+    """What the rotary embedding of packed sequences can do.
+
+    Args:
+        wrapper: Megatron's `fused_apply_rotary_pos_emb_thd`; that of 0.16.1 has no `interleaved`, and leaves unread
+            that a model's columns are, that of 0.19.2 takes it.
+        kernel: Transformer Engine's `apply_rotary_pos_emb`, which the wrapper calls; it takes `interleaved` since 2.3.
+    """
+    if wrapper is None:
+        return set()
+    return {ROPE, INTERLEAVED} if _takes(wrapper, "interleaved") and _takes(kernel, "interleaved") else {ROPE}
+
+
+def _takes(function: Callable[..., Any] | None, name: str) -> bool:
+    return function is not None and name in inspect.signature(function).parameters

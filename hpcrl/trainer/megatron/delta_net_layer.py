@@ -16,6 +16,7 @@ Megatron's own layer.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -104,7 +105,7 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 NORM = "self_attention.in_proj.layer_norm_"  #: the input norm of such a layer, in a checkpoint
 
 
-def as_delta_net(layer: Any, plans: thd.PlanCache) -> Any:
+def as_delta_net(layer: Any, plans: Callable[..., thd.AttentionPlan]) -> Any:
     """The spec of a transformer layer with a gated delta net in the place of its attention; `layer` stays as it is.
 
     Args:
@@ -141,7 +142,7 @@ class PackedDeltaNet(MegatronModule):
         layer_number: int,
         linear_in: Any,
         linear_out: Any,
-        plans: thd.PlanCache,
+        plans: Callable[..., thd.AttentionPlan],
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
@@ -190,7 +191,7 @@ class PackedDeltaNet(MegatronModule):
         assert packed_seq_params is not None, "sequences are always packed"
         rows = self._whole(self.in_proj(hidden_states)[0][:, 0], packed_seq_params.ends)
         width = max(self.keys * self.key_size, self.values * self.value_size)
-        plan = self.plans.get(packed_seq_params.ends, width, device=rows.device)
+        plan = self.plans(packed_seq_params.ends, width, device=rows.device)
         norm = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
         compute = partial(thd.by_sequence, plan=plan, compute=partial(self._sequences, norm=norm))
         out = checkpoint(compute, rows, use_reentrant=False, preserve_rng_state=False)

@@ -22,7 +22,7 @@ import torch
 
 from hpcrl.config.passthrough import as_flag
 from hpcrl.errors import UsageError
-from hpcrl.trainer.megatron import kernels
+from hpcrl.trainer.megatron import capabilities
 from hpcrl.trainer.megatron.capabilities import Machine
 
 NO_CUDA = "no CUDA"
@@ -85,7 +85,7 @@ def choose_fusions(
     """
     why = {ROPE: _no_rope(model, machine)}
     if model.get("num_moe_experts"):
-        why[PERMUTE] = _no_kernel(machine, kernels.PERMUTE, "Transformer Engine 2.1 or later has it")
+        why[PERMUTE] = _no_kernel(machine, capabilities.PERMUTE, "Transformer Engine 2.1 or later has it")
         why[ROUTER] = _no_router(given, bool(model.get("moe_router_enable_expert_bias")), machine, replay)
     local = given.get("transformer_impl") == "local" or not machine.engine
     why[GRADIENTS] = _no_gradients(machine, local)
@@ -101,7 +101,7 @@ def choose_fusions(
         off["output layer"] = of_output
     settings = {name: name not in off for name in why}
     # Megatron's ColumnParallelLinear refuses it without Apex, with any other layers: `apply` says later
-    settings[GRADIENTS] = fused and kernels.GRADIENTS in machine.kernels
+    settings[GRADIENTS] = fused and capabilities.GRADIENTS in machine.kernels
     return Fusions(settings, layers=fused, output=fused and not of_output, off=off)
 
 
@@ -111,9 +111,9 @@ def _no_rope(model: Mapping[str, Any], machine: Machine) -> str:
             "Megatron-core's kernel for multi-head latent attention rotates with YaRN alone, and was compared with "
             "nothing here"
         )
-    if reason := _no_kernel(machine, kernels.ROPE, "for packed sequences it has no rotary embedding"):
+    if reason := _no_kernel(machine, capabilities.ROPE, "for packed sequences it has no rotary embedding"):
         return reason
-    if model.get("rotary_interleaved") and kernels.INTERLEAVED not in machine.kernels:
+    if model.get("rotary_interleaved") and capabilities.INTERLEAVED not in machine.kernels:
         return (
             "for packed sequences Megatron-core's kernel rotates halves of a head, this model neighbouring columns "
             "(Megatron-core 0.19 with Transformer Engine 2.3 can)"
@@ -136,7 +136,7 @@ def _no_router(given: Mapping[str, Any], biased: bool, machine: Machine, replay:
         return "Transformer Engine's fused router takes no fp64, as --moe-router-dtype wants"
     if own := _own_choice(given):
         return f"{own} has a router of its own"
-    return _no_kernel(machine, kernels.ROUTER, "Transformer Engine 2.7 or later has it")
+    return _no_kernel(machine, capabilities.ROUTER, "Transformer Engine 2.7 or later has it")
 
 
 def _no_kernel(machine: Machine, kernel: str, otherwise: str) -> str:
@@ -151,13 +151,13 @@ def _no_gradients(machine: Machine, local: bool) -> str:
     """Why the layers' are not added as they are computed."""
     if not machine.cuda:
         return NO_CUDA
-    if local and kernels.GRADIENTS not in machine.kernels:
+    if local and capabilities.GRADIENTS not in machine.kernels:
         return "Megatron's own layers need Apex with its CUDA extensions for it, which is not installed"
     return ""
 
 
 def _no_output_gradients(given: Mapping[str, Any], machine: Machine, in_pieces: bool) -> str:
-    if kernels.GRADIENTS not in machine.kernels:
+    if capabilities.GRADIENTS not in machine.kernels:
         return "it needs Apex"
     # torch's checkpoint, under which the pieces are computed, gives the backward pass another tensor of the weight's
     # memory, without Megatron's marks; no gradient then arrives at the weight, which DistributedDataParallel takes for

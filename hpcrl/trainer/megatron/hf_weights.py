@@ -33,7 +33,7 @@ from hpcrl.models.files.stacked_experts import ExpertsApart, single
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.trainer.collectives import agree, broadcast_json
-from hpcrl.trainer.lora.merged import sent_values
+from hpcrl.trainer.lora.layer import sent_values
 from hpcrl.trainer.megatron.hf_reading import LIMIT, Parameter, divide, exchange, host_group, rounds
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.megatron.parameter_shards import (
@@ -191,7 +191,7 @@ def export(
     if missing := _expected(policy) - {name for names in rows for name in names}:
         raise HpcrlError(f"no rank holds {some_of(sorted(missing))}")
     ahead = 0
-    made = sent_values(policy)
+    made = sent_values(policy.modules, policy.part)
     copies, absent = again(policy), absent_tensors(policy)
     for held in rows.values():
         if is_head(held.rule.megatron) and not heads:

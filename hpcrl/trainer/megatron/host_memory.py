@@ -29,7 +29,7 @@ import torch
 
 from hpcrl.errors import UsageError
 from hpcrl.models.lora.matrices import is_adapter
-from hpcrl.trainer.lora.switch import adapters_off
+from hpcrl.trainer.lora.layer import switched
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
@@ -63,7 +63,7 @@ class HostWeights:
         """Inside, the policy's modules hold this set, without adapters if it is one of a whole model; for forward
         passes alone."""
         self.exchange()
-        with adapters_off(self._policy.modules if self._policy.part == "model" else ()):
+        with switched(self._policy.modules if self._policy.part == "model" else (), "is_on", False):
             try:
                 yield
             finally:
@@ -149,31 +149,26 @@ class Parked:
         self.memory = memory
         self.size = memory.nbytes()
         self.empty = empty
-        self.away = False
         self._host: torch.UntypedStorage | None = None
 
     def leave(self) -> None:
         """Copy it to the host, and free it.  The copy may still be under way on a GPU."""
-        if self.away:
-            return
         if not self.empty:
             if self._host is None:
                 pinned = self.memory.device.type != "cpu"
                 self._host = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
             self._host.copy_(self.memory, non_blocking=False)
         self.memory.resize_(0)
-        self.away = True
 
     def come_back(self) -> None:
         """The same memory with the same contents, zeros if it was empty."""
-        if not self.away:
+        if self.memory.nbytes():
             return
         self.memory.resize_(self.size)
         if self._host is not None:
             self.memory.copy_(self._host, non_blocking=False)
         else:
             self.memory.fill_(0)
-        self.away = False
 
 
 class DeviceState:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from megatron.core import parallel_state
@@ -43,7 +43,7 @@ from hpcrl.models.lora.settings import LoraSettings, lora_settings
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.models.shared.mtp import check_heads
 from hpcrl.trainer.lora.attach import BaseIdentity, attach
-from hpcrl.trainer.lora.partial_gradients import with_partial_gradients
+from hpcrl.trainer.lora.layer import with_partial_gradients
 from hpcrl.trainer.megatron import mtp
 from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values
@@ -190,49 +190,30 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     config = construct(config_class(settings.transformer), settings.transformer)
     stages = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)  # some of Megatron asks here, some the config
-    module = partial(_module, options, config, family, hf_config, gpt, ranks)
-    modules = [module(stage) for stage in (range(stages) if stages else [None])]
-    if value_head:
-        for module in modules:
+    no_optimizer, heads = cast(Any, NoOptimizer()), options.mtp_num_layers or 0
+    held = Policy((), config, family, hf_config, no_optimizer, cast(Any, None), ranks, value_head, heads=heads)
+    modules = [_module(options, held, gpt, stage) for stage in (range(stages) if stages else [None])]
+    for module in modules:
+        if value_head:
             give_values(module, ranks.device)
-    if trainable:
-        for module in modules:
+        if trainable:
             settings.fusions.apply(module)
-    if lora:
-        for module in modules:
+        if lora:
             attach(module, family, hf_config, lora, ranks, HEAD if value_head else ())
     if options.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if not trainable:
-        held = Policy(
-            tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks, value_head
-        )
-        return replace(held, heads=options.mtp_num_layers or 0)
-    policy = _wrap(modules, config, family, hf_config, settings, options, ranks)
-    return replace(
-        policy,
-        value_head=value_head,
-        fusions=settings.fusions,
-        heads=options.mtp_num_layers or 0,
-        trains_heads=options.enable_mtp_training,
-        lora=lora,
-    )
+        return replace(held, chunks=tuple(modules))
+    return _trained(replace(held, fusions=settings.fusions, lora=lora), modules, settings, options)
 
 
-def _module(
-    options: Options,
-    config: TransformerConfig,
-    family: Family,
-    hf_config: Config,
-    gpt: dict[str, Any],
-    ranks: Ranks,
-    stage: int | None,
-) -> Any:
-    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).
+def _module(options: Options, policy: Policy, gpt: dict[str, Any], stage: int | None) -> Any:
+    """The GPTModel of one chunk of a policy: of virtual stage `stage`, or all of this rank's layers (None).
 
     Raises:
         HpcrlError: names a user's function that returns something else.
     """
+    config, family, ranks = policy.config, policy.family, policy.ranks
     last = config.virtual_pipeline_model_parallel_size
     ends = {
         "pre_process": ranks.first_stage and stage in (None, 0),
@@ -244,8 +225,8 @@ def _module(
         made = GPTModel(
             config,
             layers,
-            vocab_size=padded_vocab_size(hf_config["vocab_size"], ranks.tp_size),
-            max_sequence_length=hf_config.get("max_position_embeddings", 2**20),
+            vocab_size=padded_vocab_size(policy.vocab_size, ranks.tp_size),
+            max_sequence_length=policy.hf_config.get("max_position_embeddings", 2**20),
             parallel_output=True,
             vp_stage=stage,
             **ends,
@@ -280,16 +261,9 @@ def inner(chunk: Any) -> GPTModel:
     return chunk
 
 
-def _wrap(
-    modules: list[Any],
-    config: TransformerConfig,
-    family: Family,
-    hf_config: Config,
-    settings: Settings,
-    options: Options,
-    ranks: Ranks,
-) -> Policy:
-    """DDP, optimizer, schedule, and the hooks by which Megatron's schedules find them."""
+def _trained(policy: Policy, modules: list[Any], settings: Settings, options: Options) -> Policy:
+    """The policy with DDP, optimizer, schedule, and the hooks by which Megatron's schedules find them."""
+    config = policy.config
     ddp = construct(DistributedDataParallelConfig, settings.ddp)
     # as Megatron-LM: buckets only for the first chunk, whose gradients come last
     with refusals("these settings for its DistributedDataParallel"):
@@ -297,13 +271,13 @@ def _wrap(
             DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)
         ]
     optimizer = make_optimizer(chunks, settings.optimizer, options.enable_mtp_training)
-    scheduler = make_scheduler(optimizer, options)
     config.finalize_model_grads_func = (
         with_partial_gradients(finalize_model_grads) if options.lora_rank else finalize_model_grads
     )
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-    return Policy(tuple(chunks), config, family, hf_config, optimizer, scheduler, ranks)
+    made = {"optimizer": optimizer, "scheduler": make_scheduler(optimizer, options)}
+    return replace(policy, chunks=tuple(chunks), trains_heads=options.enable_mtp_training, **made)
 
 
 def make_optimizer(chunks: list[Any], values: dict[str, Any], heads: bool = False) -> MegatronOptimizer:

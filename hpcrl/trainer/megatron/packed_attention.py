@@ -82,7 +82,7 @@ def block_spec(
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
-    plans = thd.PlanCache()  # one for the layers of this chunk
+    plans = thd.recent_plans()  # of the layers of this chunk
     if not engine:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = ModuleSpec(PackedAttention, {"plans": plans})
@@ -174,7 +174,7 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        plans: thd.PlanCache,
+        plans: Callable[..., thd.AttentionPlan],
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
@@ -220,7 +220,7 @@ class PackedAttention(MegatronModule):
                 torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
             )
             key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
-        plan = self.plans.get(packed_seq_params.ends, query.size(1) * query.size(2), size, rank, query.device)
+        plan = self.plans(packed_seq_params.ends, query.size(1) * query.size(2), size, rank, query.device)
         return thd.attend(query, key, value, plan, self.scale)[..., :width].flatten(1)
 
 

@@ -20,7 +20,7 @@ from hpcrl.models.lora.matrices import is_adapter
 from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.trainer.global_names import in_whole_model
-from hpcrl.trainer.lora.merged import sent_values
+from hpcrl.trainer.lora.layer import sent_values
 from hpcrl.weights.pieces.elements import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.redistribution.layouts import Pattern, held_parts
@@ -104,7 +104,7 @@ def holdings(policy: Policy, heads: bool = False) -> tuple[dict[str, HeldTensor]
         heads: with the layers that predict further tokens, where the model has them.
     """
     mine = own_parameters(policy)
-    value = sent_values(policy)
+    value = sent_values(policy.modules, policy.part)
     copies = again(policy)
     rank = policy.ranks.rank
     known: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Pattern]]] = {}

@@ -20,10 +20,14 @@ import importlib.util
 import logging
 import queue
 import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpcrl.errors import HpcrlError
 
@@ -32,13 +36,11 @@ OPTIMIZER = "optimizer.distrib_optimizer:DistributedOptimizer"
 REPLACED = {
     # It asks the device for the length of each sequence, twice in every layer, where the rotation is not fused.
     # 0.20 waits for nothing where it is told the longest sequence.
-    "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd": "megatron.packed_rope:rotate_packed",
+    "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd": "megatron.replaced:rotate_packed",
     # It waits for the device three times in every layer whose rows DeepEP brings to experts. So does 0.20.
     "transformer.moe.token_dispatcher:_DeepepManager._indices_to_multihot": "megatron.replaced:expert_table",
     # Stages wait for an idle device with every message, to learn a shape that packing has told all. So it is with 0.20.
-    "pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes": (
-        "megatron.pipeline_shapes:communicate_shapes"
-    ),
+    "pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes": "megatron.replaced:communicate_shapes",
     # The state of all data-parallel ranks is gathered on the first of them, in host memory; to load it, on each.
     # So it is with 0.20.
     f"{OPTIMIZER}.sharded_param_state_fully_reshardable": "checkpoint.optimizer_shards:param_state",
@@ -136,3 +138,132 @@ def expert_table(manager: Any, indices: torch.Tensor, probs: torch.Tensor) -> tu
     empty = probs.new_zeros(len(indices), experts + 1, dtype=torch.float32)
     chosen = torch.zeros_like(empty, dtype=torch.bool).scatter(1, columns, True)
     return chosen[:, :experts], empty.scatter(1, columns, probs.float())[:, :experts]
+
+
+# ---- rotary embedding of packed sequences
+
+#: boundaries -> {(CP ranks, this one): the position of every row}: all layers of a micro-batch have the same boundaries
+_positions: Any = WeakTensorKeyDictionary()
+
+
+def positions(bounds: torch.Tensor, rows: int, cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
+    """Position of each of a CP rank's rows within its own sequence, int64 [rows], on the device of `bounds`.
+
+    Args:
+        bounds: [sequences + 1], 0 and where each ends, over all CP ranks; each a multiple of 2 x `cp_size`.
+        rows: that this rank has.
+    """
+    known = _positions.setdefault(bounds, {})
+    if (cp_size, cp_rank) not in known:
+        known[cp_size, cp_rank] = _of_rows(bounds.long(), rows, cp_size, cp_rank)
+    return known[cp_size, cp_rank]
+
+
+def _of_rows(bounds: torch.Tensor, rows: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    own = bounds // cp_size  # where each sequence's part ends among this rank's rows
+    row = torch.arange(rows, device=bounds.device)
+    sequence = torch.searchsorted(own, row, right=True) - 1
+    within = row - own[sequence]
+    if cp_size == 1:
+        return within
+    chunk = (own[sequence + 1] - own[sequence]) // 2  # a rank has chunks r and 2 CP - 1 - r
+    second = within >= chunk
+    return within + chunk * torch.where(second, 2 * cp_size - 2 - cp_rank, cp_rank)
+
+
+def rotate_packed(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool | None = None,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+    mla_rotary_interleaved: bool = False,
+) -> torch.Tensor:
+    """Packed rows t [t, heads, d], rotated.
+
+    The arguments for multi-latent attention have one name up to Megatron-core 0.18, and another from 0.19 on: its
+    columns lie in pairs (0, 1), (2, 3), ..., and come out as halves.
+
+    Args:
+        cu_seqlens: boundaries with padding, not split by CP.
+        freqs: [longest, 1, 1, rotary d].
+    """
+    if multi_latent_attention or mla_rotary_interleaved:
+        t = torch.cat((t[..., ::2], t[..., 1::2]), dim=-1)
+    rows = positions(cu_seqlens, len(t), cp_group.size(), cp_group.rank())
+    cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
+    rotated = t[..., : cos.size(-1)]
+    rest = t[..., cos.size(-1) :]
+    if rotary_interleaved:  # pairs (0, 1), (2, 3), ...
+        other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
+    else:  # pairs (0, d/2), (1, d/2 + 1), ...: the sign goes into the table, the halves change places
+        half = cos.size(-1) // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        other = rotated.roll(half, -1)
+    rotated = rotated * cos[rows] + other * sin[rows]
+    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
+
+
+# ---- shapes of what goes between pipeline stages
+
+Shape = list[int]
+_passes: list[PassShapes] = []  # that under way, if its shapes are known
+
+
+class PassShapes:
+    """Shapes of what goes between stages in one pass, by micro-batch."""
+
+    def __init__(self, rows: Sequence[int], width: int) -> None:
+        self._shapes = [[count, 1, width] for count in rows]
+        self._done: Counter[str] = Counter()
+
+    def expect(self, way: str) -> Shape:
+        """That of the next tensor on this way."""
+        self._done[way] += 1
+        return self._shapes[self._done[way] - 1]
+
+    def check(self, way: str, sent: torch.Tensor | None) -> None:
+        """Raise HpcrlError if the next tensor on this way has another shape than its receiver expects."""
+        if sent is not None and list(sent.shape) != (expected := self.expect(way)):
+            raise HpcrlError(
+                f"a pipeline stage sends {list(sent.shape)} where the next one expects {expected}",
+                "--custom-model-provider-path must give activations of [rows, 1, hidden size]",
+            )
+
+
+@contextmanager
+def known_shapes(rows: Sequence[int], width: int) -> Iterator[None]:
+    """Around a pass without virtual stages.
+
+    Args:
+        rows: of each micro-batch, those that a rank has of an activation.
+        width: its columns.
+    """
+    _passes.append(PassShapes(rows, width))
+    try:
+        yield
+    finally:
+        _passes.pop()
+
+
+def communicate_shapes(
+    communicator: Any,
+    tensor_send_next: torch.Tensor | None,
+    tensor_send_prev: torch.Tensor | None,
+    recv_prev: bool,
+    recv_next: bool,
+) -> tuple[Shape, Shape]:
+    """Shapes of the activation that comes from the previous stage and the gradient that comes from the next; of what
+    does not come, Megatron's own answer."""
+    if not _passes:
+        return STOCK["_communicate_shapes"](communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+    shapes = _passes[-1]
+    shapes.check("to next", tensor_send_next)
+    shapes.check("to previous", tensor_send_prev)
+    nothing = [0, 0, 0]
+    return (
+        shapes.expect("from previous") if recv_prev else nothing,
+        shapes.expect("from next") if recv_next else nothing,
+    )

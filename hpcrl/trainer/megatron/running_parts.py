@@ -8,13 +8,12 @@ pure function.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from hostlist import BadHostlist, collect_hostlist
 
 from hpcrl.trainer.megatron.fusions import GRADIENTS, NO_CUDA, PERMUTE, ROPE, ROUTER
+from hpcrl.utils.installed import version
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -23,35 +22,6 @@ if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
 
 PACKAGE = "transformer-engine"
-
-
-@dataclass(frozen=True)
-class RunningParts:
-    """What runs.
-
-    Attributes:
-        device: "CUDA" or "the CPU".
-        engine: whether the layers are Transformer Engine's.
-        optimizer: its class, with its package.
-        experts: whether the model has any.
-        grouped, permute, router: whether these of its experts are fused.
-        gradients: whose weight gradients are added to the buffer as they are computed.
-        off: field of TransformerConfig, or "output layer", -> why it is not fused.
-        versions: host -> its Transformer Engine, "" for none.
-    """
-
-    device: str
-    engine: bool
-    attention: str
-    rope: bool
-    optimizer: str
-    experts: bool
-    grouped: bool
-    permute: bool
-    router: bool
-    gradients: tuple[str, ...]
-    off: Mapping[str, str]
-    versions: Mapping[str, str]
 
 
 # ---- every host's version
@@ -65,7 +35,7 @@ def exchange_versions(store: Store, plan: Plan, rank: int) -> dict[str, str]:
     """
     host = plan.trainers[rank].host
     if rank == plan.ranks_on(host)[0]:
-        store.set(f"{PACKAGE}/{host}", installed())
+        store.set(f"{PACKAGE}/{host}", version(PACKAGE) or "")
     if rank:
         return {}
     hosts = plan.trainer_hosts
@@ -73,46 +43,29 @@ def exchange_versions(store: Store, plan: Plan, rank: int) -> dict[str, str]:
     return {host: value.decode() for host, value in zip(hosts, said, strict=True)}
 
 
-def installed() -> str:
-    """The version of Transformer Engine here, "" for none."""
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
-        return ""
+# ---- the line
 
 
-# ---- the record
-
-
-def running_parts(policy: Policy, versions: Mapping[str, str]) -> RunningParts:
-    """What `policy` runs with, which is trained.
+def line(policy: Policy, versions: Mapping[str, str]) -> str:
+    """What `policy` runs with, which is trained, in one line, for people.
 
     Args:
         versions: as `exchange_versions` gives it.
     """
-    config = policy.config
-    parts = [part for module in policy.modules for part in module.modules()]
-    gradients = []
-    if any(getattr(part, "fuse_wgrad_accumulation", False) for part in parts) or any(
-        getattr(part, GRADIENTS, False) for module in policy.modules for part in module.decoder.modules()
-    ):
-        gradients.append("layers")
-    if any(getattr(getattr(module, "output_layer", None), GRADIENTS, False) for module in policy.modules):
-        gradients.append("output layer")
-    return RunningParts(
-        device="the CPU" if policy.ranks.device.type == "cpu" else "CUDA",
-        engine=config.transformer_impl == "transformer_engine",
-        attention=_attention(policy),
-        rope=config.apply_rope_fusion,
-        optimizer=_optimizer(policy),
-        experts=bool(config.num_moe_experts),
-        grouped=config.moe_grouped_gemm,
-        permute=config.moe_permute_fusion,
-        router=config.moe_router_fusion,
-        gradients=tuple(gradients),
-        off=policy.fusions.off,
-        versions=versions,
-    )
+    config, off = policy.config, policy.fusions.off
+    device = "the CPU" if policy.ranks.device.type == "cpu" else "CUDA"
+    said = [
+        f"layers {_layers(config.transformer_impl == 'transformer_engine', device, versions)}",
+        f"attention {_attention(policy)}",
+        f"rotary embedding {'fused' if config.apply_rope_fusion else 'of hpcrl' + _why(off, ROPE)}",
+        f"optimizer {_optimizer(policy)}",
+    ]
+    if config.num_moe_experts:
+        said.append(f"grouped GEMM {'on' if config.moe_grouped_gemm else 'off'}")
+        said.append(f"permute fusion {'on' if config.moe_permute_fusion else 'off' + _why(off, PERMUTE)}")
+        said.append(f"router fusion {'on' if config.moe_router_fusion else 'off' + _why(off, ROUTER)}")
+    said.append(f"gradient accumulation fusion {_gradients(policy)}")
+    return f"runs on {device}: {'; '.join(said)}"
 
 
 def _attention(policy: Policy) -> str:
@@ -138,25 +91,6 @@ def _optimizer(policy: Policy) -> str:
     return " and ".join(dict.fromkeys(found)) or "none"  # a stage without parameters to train
 
 
-# ---- the line
-
-
-def line(parts: RunningParts) -> str:
-    """All of it in one line, for people."""
-    said = [
-        f"layers {_layers(parts)}",
-        f"attention {parts.attention}",
-        f"rotary embedding {'fused' if parts.rope else 'of hpcrl' + _why(parts, ROPE)}",
-        f"optimizer {parts.optimizer}",
-    ]
-    if parts.experts:
-        said.append(f"grouped GEMM {'on' if parts.grouped else 'off'}")
-        said.append(f"permute fusion {'on' if parts.permute else 'off' + _why(parts, PERMUTE)}")
-        said.append(f"router fusion {'on' if parts.router else 'off' + _why(parts, ROUTER)}")
-    said.append(f"gradient accumulation fusion {_gradients(parts)}")
-    return f"runs on {parts.device}: {'; '.join(said)}"
-
-
 def differing(versions: Mapping[str, str]) -> str:
     """A warning where hosts have different versions, "" where all have the same."""
     if len({*versions.values()}) < 2:
@@ -164,13 +98,12 @@ def differing(versions: Mapping[str, str]) -> str:
     return f"warning: the hosts differ in Transformer Engine: {_on_hosts(versions)}; install one version on all of them"
 
 
-def _layers(parts: RunningParts) -> str:
-    there = any(parts.versions.values())
-    if parts.engine:
-        return f"Transformer Engine {_on_hosts(parts.versions)}"
-    if there:
-        return f"Megatron-core's own, instead of Transformer Engine {_on_hosts(parts.versions)}"
-    return "Megatron-core's own" + ("" if parts.device == "the CPU" else " (Transformer Engine is not installed)")
+def _layers(engine: bool, device: str, versions: Mapping[str, str]) -> str:
+    if engine:
+        return f"Transformer Engine {_on_hosts(versions)}"
+    if any(versions.values()):
+        return f"Megatron-core's own, instead of Transformer Engine {_on_hosts(versions)}"
+    return "Megatron-core's own" + ("" if device == "the CPU" else " (Transformer Engine is not installed)")
 
 
 def _on_hosts(versions: Mapping[str, str]) -> str:
@@ -192,13 +125,22 @@ def _folded(hosts: list[str]) -> str:
         return ",".join(hosts)
 
 
-def _gradients(parts: RunningParts) -> str:
-    if not parts.gradients:
-        return f"off{_why(parts, GRADIENTS)}"
-    rest = f", not in the output layer{_why(parts, 'output layer')}" if "output layer" in parts.off else ""
-    return f"on in the layers{rest}" if rest else f"on in {' and '.join(parts.gradients)}"
+def _gradients(policy: Policy) -> str:
+    """Whose weight gradients are added to the buffer as they are computed."""
+    off = policy.fusions.off
+    found = []
+    if any(
+        getattr(part, "fuse_wgrad_accumulation", False) for module in policy.modules for part in module.modules()
+    ) or any(getattr(part, GRADIENTS, False) for module in policy.modules for part in module.decoder.modules()):
+        found.append("layers")
+    if any(getattr(getattr(module, "output_layer", None), GRADIENTS, False) for module in policy.modules):
+        found.append("output layer")
+    if not found:
+        return f"off{_why(off, GRADIENTS)}"
+    rest = f", not in the output layer{_why(off, 'output layer')}" if "output layer" in off else ""
+    return f"on in the layers{rest}" if rest else f"on in {' and '.join(found)}"
 
 
-def _why(parts: RunningParts, name: str) -> str:
-    reason = parts.off.get(name, "")
+def _why(off: Mapping[str, str], name: str) -> str:
+    reason = off.get(name, "")
     return f" ({reason})" if reason and reason != NO_CUDA else ""

@@ -68,7 +68,7 @@ def resolve_settings(
     settled = gather_table("megatron", options.megatron, "[megatron]")
     defaults = _dataclass_defaults()
     given = {name: _coerced(value, defaults[name]) for name, value in check_model_args(settled, model, gpt).items()}
-    capabilities.check_capabilities(given, defaults, machine)
+    capabilities.check_capabilities(given, machine)
     if flag := replay_flag(options):
         check_replay(given, flag)
     fusions = choose_fusions(given, model, machine, flag or "", options.log_probs_chunk_size > 0)

@@ -12,7 +12,8 @@ Invariant: a plan computes the same attention and gradients however it groups th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -172,27 +173,10 @@ def plan(
     return AttentionPlan(tuple(buckets), to_device(places, device))
 
 
-@dataclass
-class PlanCache:
-    """The plans of the latest micro-batches, which the layers of one model chunk share.
-
-    Attributes:
-        most: plans that are kept; more would keep their masks in the device's memory.
-    """
-
-    most: int = 4
-    _plans: dict[tuple[object, ...], AttentionPlan] = field(default_factory=dict)
-
-    def get(
-        self, cu: tuple[int, ...], width: int, cp_size: int = 1, cp_rank: int = 0, device: torch.device | str = "cpu"
-    ) -> AttentionPlan:
-        """What `plan` returns."""
-        key = cu, width, cp_size, cp_rank, str(device)
-        found = self._plans.pop(key, None) or plan(cu, width, cp_size, cp_rank, device)
-        self._plans[key] = found  # the latest is last
-        while len(self._plans) > self.most:
-            del self._plans[next(iter(self._plans))]
-        return found
+def recent_plans() -> Callable[..., AttentionPlan]:
+    """`plan`, which remembers those of the latest micro-batches: for the layers of one model chunk.  More of them would
+    keep their masks in the device's memory."""
+    return lru_cache(maxsize=4)(plan)
 
 
 def natural_rows(cu: tuple[int, ...], cp_size: int) -> torch.Tensor:

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpcrl.errors import UsageError
 from hpcrl.run.peers import StorePeer, publish, wait_for
@@ -51,41 +46,17 @@ def connect(context: RoleContext) -> TCPStore:
     return connect_store(found.host, found.port, TIMEOUT)
 
 
-class RunRendezvous(RendezvousHandler):
-    """torchrun's view of it: one rendezvous, of as many torchruns as there are trainer hosts."""
+class RunRendezvous(StaticTCPRendezvous):
+    """torchrun's own, of as many torchruns as there are trainer hosts, in the run's store."""
 
     def __init__(self, context: RoleContext, number: int, run_id: str) -> None:
-        self.number = number
-        self.nodes = len(context.plan.trainer_hosts)
-        self.run_id = run_id
         self.server = serve(context) if number == 0 else None
-        self.store = connect(context)
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+        store = connect(context)
+        super().__init__(store.host, store.port, number, len(context.plan.trainer_hosts), run_id, int(TIMEOUT))
+        self._store = store  # else it makes one, which listens on every interface
 
     def get_backend(self) -> str:
         return BACKEND
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = PrefixStore(self.run_id, self.store)
-        return RendezvousInfo(store, self.number, self.nodes, RendezvousStoreInfo(self.store.host, self.store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to close before the process ends."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self.run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def register(context: RoleContext, number: int) -> None:

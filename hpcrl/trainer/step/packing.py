@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,9 +29,6 @@ from hpcrl.trainer.step.routing_replay import Choices, GivenChoices
 from hpcrl.trainer.step.token_logprobs import TeacherRows
 from hpcrl.transport.share_format import SampleBatch
 from hpcrl.utils.device_copies import to_device
-
-if TYPE_CHECKING:
-    from hpcrl.trainer.parallel_state import Ranks
 
 
 @dataclass(frozen=True)

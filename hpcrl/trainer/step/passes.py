@@ -15,11 +15,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hpcrl.config.options import Options
-from hpcrl.trainer.lora.switch import dropping
+from hpcrl.trainer.lora.layer import switched
 from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.output_head import Head, apart
 from hpcrl.trainer.megatron.packed_attention import boundaries
-from hpcrl.trainer.megatron.pipeline_shapes import known_shapes
+from hpcrl.trainer.megatron.replaced import known_shapes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.routing_replay import Difference, How, routed
 from hpcrl.trainer.step.token_logprobs import TokenScores, Vocabulary, tokens_of
@@ -49,7 +49,8 @@ def run(
         return output, partial(body, packed, head)
 
     routing = routed(policy, micro_batches, experts, not forward_only, difference)
-    dropout = dropping(policy.modules, not forward_only) if policy.lora and policy.lora.dropout else nullcontext()
+    drops = not forward_only and policy.lora and policy.lora.dropout
+    dropout = switched(policy.modules, "training", True) if drops else nullcontext()
     with routing, dropout, _shapes(policy, micro_batches):
         found = get_forward_backward_func()(
             forward_step_func=forward,
@@ -91,32 +92,33 @@ def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -
 
 
 @torch.no_grad()
+def _forward(
+    policy: Policy, micro_batches: Sequence[Packed], found: Callable[[Packed, Head], torch.Tensor], experts: How = "own"
+) -> list[torch.Tensor]:
+    """What is `found` of each micro-batch under the current weights; on all pipeline stages but the last zeros [r]."""
+
+    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        return found(packed, head)
+
+    every = run(policy, micro_batches, body, forward_only=True, experts=experts)
+    return every if policy.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]
+
+
 def logprobs(
     policy: Policy, options: Options, micro_batches: Sequence[Packed], experts: How = "own"
 ) -> list[torch.Tensor]:
-    """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last.
+    """Log-probs [r] of each micro-batch.
 
     Args:
         experts: as in `run`.
     """
-
-    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        return tokens_under(policy, options, packed, head).logprobs
-
-    found = run(policy, micro_batches, body, forward_only=True, experts=experts)
-    return found if policy.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]
+    return _forward(policy, micro_batches, lambda *of: tokens_under(policy, options, *of).logprobs, experts)
 
 
-@torch.no_grad()
 def hidden_states(policy: Policy, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
-    """What goes into the output layer at the rows of each micro-batch, [r, 1, hidden size] in host memory; nothing on
-    all pipeline stages but the last."""
-
-    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        assert head.hidden is not None
-        return head.hidden.to("cpu", non_blocking=True)  # read by copies back, which come after it
-
-    return run(policy, micro_batches, body, forward_only=True)
+    """What goes into the output layer at the rows of each micro-batch, [r, 1, hidden size] in host memory."""
+    # read by copies back, which come after it
+    return _forward(policy, micro_batches, lambda _, head: head.hidden.to("cpu", non_blocking=True))
 
 
 def output_weight(policy: Policy) -> torch.Tensor | None:
@@ -135,12 +137,6 @@ def values_under(head: Head) -> torch.Tensor:
     return head.logits(head.hidden).squeeze(1)
 
 
-@torch.no_grad()
 def values(critic: Policy, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
-    """Values [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last."""
-
-    def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-        return values_under(head)
-
-    found = run(critic, micro_batches, body, forward_only=True)
-    return found if critic.ranks.last_stage else [torch.zeros_like(packed.rollout) for packed in micro_batches]
+    """Values [r] of each micro-batch."""
+    return _forward(critic, micro_batches, lambda _, head: values_under(head))

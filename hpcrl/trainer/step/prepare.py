@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
 from hpcrl.errors import DataError
 from hpcrl.trainer.custom_hooks import TrainerHooks
-from hpcrl.trainer.lora.switch import BaseAsReference
+from hpcrl.trainer.lora.layer import BaseAsReference
 from hpcrl.trainer.megatron.host_memory import HostWeights
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.step import passes
@@ -58,19 +58,6 @@ NONE = OtherWeights()
 FIELDS = {"ref_log_probs": "reference", "log_probs": "old", "values": "values"}
 
 
-class Prepared(NamedTuple):
-    """A rollout that is ready to be trained on.
-
-    Attributes:
-        share, steps: with the loss masks that are trained on.
-        metrics: means over all their tokens, in slime's names.
-    """
-
-    share: Share
-    steps: list[list[Packed]]
-    metrics: dict[str, float]
-
-
 def prepare(
     policy: Policy,
     options: Options,
@@ -78,10 +65,12 @@ def prepare(
     pack: Callable[[Share], list[list[Packed]]],
     others: OtherWeights,
     hooks: TrainerHooks,
-) -> Prepared:
+) -> tuple[Share, list[list[Packed]], dict[str, float]]:
     """Pack the share, and fill in what `Packed` has None for, as far as the options need it; collective.
 
-    The same metrics on every rank.
+    Returns:
+        The share and its micro-batches by optimizer step, with the loss masks that are trained on; metrics, the same on
+        every rank: means over all their tokens, in slime's names.
     """
     steps = pack(share)
     wanted = needs(options)
@@ -126,7 +115,7 @@ def prepare(
                 columns[name] = column
                 _give(micro_batches, name, to_rows(column, micro_batches))
     mask = to_device(share.batch.loss_mask != 0, policy.ranks.device)
-    return Prepared(share, steps, _means(columns, mask) if columns else {})
+    return share, steps, _means(columns, mask) if columns else {}
 
 
 def _give(micro_batches: Sequence[Packed], name: str, values: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -96,32 +97,6 @@ class RecordedChoices:
 
 
 @dataclass
-class Tables:
-    """The choices of the latest micro-batches of a pass on the device, each copied once for all layers.
-
-    Attributes:
-        layers: this rank's layers with experts.
-        most: micro-batches that are kept; one that a recomputation needs again later is copied again.
-    """
-
-    batches: Sequence[Any]
-    layers: Sequence[int]
-    device: torch.device
-    most: int = 4
-    _held: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def rows_of(self, number: int, layer: int) -> torch.Tensor:
-        """Integers [rows, experts a token] of a layer in micro-batch `number`."""
-        held = self._held.pop(number, None)
-        if held is None:
-            held = to_device(self.batches[number].choices.table(self.layers), self.device)
-        self._held[number] = held  # the latest is last
-        while len(self._held) > self.most:
-            del self._held[next(iter(self._held))]
-        return held[self.layers.index(layer)]
-
-
-@dataclass
 class Difference:
     """Over layers and rows with a given choice: how many there were, and of how many the router would have chosen
     otherwise."""
@@ -143,18 +118,22 @@ class Difference:
         return changed / max(rows, 1.0)
 
 
+Given = Callable[[int], torch.Tensor]  #: number of a micro-batch -> a layer's experts, integers [rows, experts a token]
+
+
 class Chooser:
     """The replay object of one router, for one pass.
 
     Attributes:
         layer: which of those with experts.
+        given: the choice to be taken; None: what the router chooses is recorded.
         difference: where to count what the replay changes, in the pass that is trained.
     """
 
-    def __init__(self, layer: int, tables: Tables, record: bool, difference: Difference | None) -> None:
+    def __init__(self, layer: int, batches: Sequence[Any], given: Given | None, difference: Difference | None) -> None:
         self.layer = layer
-        self._tables = tables
-        self._record = record
+        self._batches = batches
+        self._given = given
         self._difference = difference
         self.calls: Counter[bool] = Counter()  # without and with gradients
         self.layer_number: int | None = None  # written by Megatron, from 0.17
@@ -172,10 +151,10 @@ class Chooser:
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         number = self._next()
-        if self._record:
-            self._tables.batches[number].choices.put(self.layer, own)
+        if self._given is None:
+            self._batches[number].choices.put(self.layer, own)
             return values, own
-        given = self._tables.rows_of(number, self.layer)
+        given = self._given(number)
         if given.shape != own.shape:
             raise HpcrlError(
                 f"routing replay: experts of {list(given.shape)} for a router that chooses {list(own.shape)}"
@@ -191,7 +170,7 @@ class Chooser:
         """The number of the micro-batch that this call is for."""
         number = self.calls[torch.is_grad_enabled()]
         self.calls[torch.is_grad_enabled()] += 1
-        most = len(self._tables.batches)
+        most = len(self._batches)
         if number >= most:
             raise HpcrlError(f"routing replay: a router was asked for more than the {most} micro-batches")
         return number
@@ -238,10 +217,15 @@ def routed(
     if how == "record":
         for batch in batches:
             batch.choices = RecordedChoices(torch.uint8 if routing.dtype.itemsize == 1 else torch.int32, list(routers))
-    tables = Tables(batches, list(routers), policy.ranks.device)
+
+    def copied(number: int) -> torch.Tensor:
+        return to_device(batches[number].choices.table(list(routers)), policy.ranks.device)
+
+    table = lru_cache(maxsize=4)(copied)  # once for all layers; again for a recomputation that comes much later
     choosers = []
-    for layer, router in routers.items():
-        chooser = Chooser(layer, tables, how == "record", difference)
+    for place, (layer, router) in enumerate(routers.items()):
+        given = None if how == "record" else lambda number, place=place: table(number)[place]
+        chooser = Chooser(layer, batches, given, difference)
         choosers.append((router, chooser))
         router.router_replay = chooser
     try:

@@ -14,11 +14,10 @@ import torch
 from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.utils.waiting import Deadline
-from hpcrl.weights.gloo_group import GlooGroup
-from hpcrl.weights.pieces.device_memory import DeviceMemory, HostMemory
+from hpcrl.weights.pieces.device_memory import CudaMemory, DeviceMemory, HostMemory
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport
-from hpcrl.weights.pieces.peer_transport import GLANCE, PeerTransport, has_left
+from hpcrl.weights.pieces.peer_transport import GLANCE, GlooGroup, PeerTransport, has_left
 from hpcrl.weights.pieces.wire import UpdateGroup
 
 
@@ -91,8 +90,4 @@ def use_device(device: torch.device) -> contextlib.AbstractContextManager[object
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """What other processes can open of a device's memory."""
-    if device.type == "cpu":
-        return HostMemory()
-    from hpcrl.weights.pieces.device_memory import CudaMemory
-
-    return CudaMemory(device)
+    return HostMemory() if device.type == "cpu" else CudaMemory(device)

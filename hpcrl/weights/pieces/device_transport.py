@@ -80,16 +80,13 @@ class _Part:
 
 @dataclass
 class DeviceMessageMemory:
-    """Memory on a device; only its owner can open it."""
+    """Memory on a device; only its owner can open it, unless `wire` says how."""
 
     buffer: torch.Tensor
+    wire: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        return self.buffer.numel()
-
-    def to_wire(self) -> dict[str, int]:
-        return {}
+    def to_wire(self) -> dict[str, Any]:
+        return self.wire
 
     def close(self) -> None:
         self.buffer = self.buffer[:0]

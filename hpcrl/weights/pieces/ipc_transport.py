@@ -28,7 +28,7 @@ import torch
 
 from hpcrl.errors import PeerError
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, Block, DeviceMemory, HostMemory, settle
-from hpcrl.weights.pieces.device_transport import DeviceTransport
+from hpcrl.weights.pieces.device_transport import DeviceMessageMemory, DeviceTransport
 from hpcrl.weights.pieces.peer_transport import Transfer
 from hpcrl.weights.pieces.wire import DATA
 
@@ -81,24 +81,6 @@ class ExportedMemory:
 
 
 @dataclass
-class IpcMessageMemory:
-    """A part of exported memory."""
-
-    buffer: torch.Tensor
-    wire: dict[str, Any]
-
-    @property
-    def size(self) -> int:
-        return self.buffer.numel()
-
-    def to_wire(self) -> dict[str, Any]:
-        return self.wire
-
-    def close(self) -> None:
-        self.buffer = self.buffer[:0]
-
-
-@dataclass
 class IpcTransport(DeviceTransport):
     """As `DeviceTransport`, with the bytes of messages in memory of ranks that the workers of their host open; the
     wire, if there is one, is between ranks."""
@@ -107,19 +89,15 @@ class IpcTransport(DeviceTransport):
     _opened: list[Block] = field(default_factory=list)
 
     @property
-    def may_borrow(self) -> bool:
-        return False
-
-    @property
     def device(self) -> torch.device:
         return self.exported_memory.memory.device
 
-    def allocate(self, size: int) -> IpcMessageMemory:
+    def allocate(self, size: int) -> DeviceMessageMemory:
         memory = self.exported_memory.memory
         block = self.exported_memory.allocate(size)
         name = base64.b64encode(memory.name(block)).decode()
         wire = Exported(name, block.buffer.numel(), memory.place)
-        return IpcMessageMemory(block.buffer[:size], msgspec.to_builtins(wire))
+        return DeviceMessageMemory(block.buffer[:size], msgspec.to_builtins(wire))
 
     def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
         """Raise PeerError where this device cannot reach that one."""

@@ -21,10 +21,11 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from hpcrl.engine.membership.broadcast import in_thread
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.weights.gloo_group import GlooGroup
+from hpcrl.transport.torch_store import connect_store
 from hpcrl.weights.pieces.wire import DATA
 from hpcrl.weights.shared_memory import Region, open_region
 
@@ -34,6 +35,42 @@ LEFT = "a member left"  #: the key under which a member says so
 GLANCE = 0.5  #: seconds between two looks at it; of many members more
 END = 10.0  #: seconds that the look under way may take
 MEMBERS = 200  #: that may look within a second
+
+
+@dataclass
+class GlooGroup:
+    """A joined group: the trainer's ranks come first; `close` leaves it.
+
+    Attributes:
+        watched: the store over another connection, for a thread: a call of torch's store waits for those before it.
+    """
+
+    store: Any
+    group: Any
+    watched: Any = None
+
+    def close(self) -> None:
+        self.group = self.store = self.watched = None
+
+
+def join_group(host: str, port: int, rank: int, world: int, own_host: str, seconds: float) -> GlooGroup:
+    """Join the group that meets in the store at host:port.
+
+    Args:
+        own_host: the address that this process's connections use.
+
+    Returns:
+        When all `world` members are there; torch raises its own error after `seconds`.
+    """
+    limit = timedelta(seconds=seconds)
+    store = connect_store(host, port, seconds)
+    options = dist.ProcessGroupGloo._Options()
+    # all members alike, whatever TORCH_GLOO_LAZY_INIT says in their processes: gloo crashes where one connects at once
+    # and another when it must
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host, lazy_init=False)]
+    options._timeout = limit
+    meeting = dist.PrefixStore("hpcrl-weights", store)
+    return GlooGroup(store, dist.ProcessGroupGloo(meeting, rank, world, options), store.clone())
 
 
 @dataclass
@@ -79,9 +116,6 @@ class MessageMemory(Protocol):
     """Memory of a member; `Region` is one."""
 
     buffer: torch.Tensor
-
-    @property
-    def size(self) -> int: ...
 
     def to_wire(self) -> dict[str, Any]:
         """How others of this host open it."""

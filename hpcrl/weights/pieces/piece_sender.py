@@ -15,12 +15,11 @@ import msgspec
 import numpy as np
 import torch
 
-from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device
 from hpcrl.weights.pieces.elements import PieceValues
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory
 from hpcrl.weights.pieces.messages import NBYTES, PackedShards, packed_shards
-from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
+from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer, join_group
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, UpdateGroup
 
 MEMORY = "memory of "  #: under which a member shows where its memory is
@@ -148,7 +147,7 @@ def join_as_rank(
         exported: memory on the GPU of the weights that engines open, where they do.
     """
     where = command.update_group
-    group = gloo_group.join(where.host, where.port, rank, where.world, host, where.seconds)
+    group = join_group(where.host, where.port, rank, where.world, host, where.seconds)
     transport = choose_transport(group, rank, where, current_device(), exported)
     return PieceSender(transport, pieces, command.names, command.targets[rank], command.limit)
 

@@ -30,7 +30,7 @@ from hpcrl.utils.waiting import Deadline
 from hpcrl.weights.pieces.choose_transport import current_device, use_device
 from hpcrl.weights.pieces.device_transport import unique_id
 from hpcrl.weights.pieces.messages import receive_plans, to_bytes
-from hpcrl.weights.pieces.piece_sender import SendTarget
+from hpcrl.weights.pieces.piece_sender import JoinCommand, SendTarget
 from hpcrl.weights.pieces.planning import (
     Manifests,
     Source,
@@ -119,13 +119,8 @@ class PieceUpdate:
             self.fleet.post("pausing", "/pause?mode=keep")
         bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._join_commands(plan, plans, update_group)]
         pending = _Joining(self.fleet, bodies)
-        command = {
-            "update_group": update_group,
-            "names": plan.layouts.names,
-            "dtypes": dtypes,
-            "targets": [send_targets(plan, plans, rank) for rank in range(plan.ranks)],
-            "limit": plan.limit,
-        }
+        targets = [send_targets(plan, plans, rank) for rank in range(plan.ranks)]
+        command = JoinCommand(update_group, plan.layouts.names, dtypes, targets, plan.limit)
         self._watched(source, lambda: source.join(command, to_bytes(plan)), pending)
         pending.results()
         self.plan = plan

@@ -36,7 +36,7 @@ class Source(Protocol):
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         """Who holds which part of each tensor, and the process identity of each rank."""
 
-    def join(self, command: dict[str, Any], plan: bytes) -> None:
+    def join(self, command: Any, plan: bytes) -> None:
         """Every rank joins the workers' group, and keeps its part of the plan."""
 
     def prepare(self) -> None:
@@ -184,9 +184,10 @@ def make(
         in_place: workers load what is in memory of their host from there.
         through_ranks: they read all of it in memory of ranks of their host.
     """
-    workers = []
-    for number, engine in enumerate(manifests):
-        for at, worker in enumerate(engine):
-            workers.append(Worker(number, destination_host(sharing, number, at, worker["where"])))
+    workers = [
+        Worker(number, destination_host(sharing, number, at, worker["where"]))
+        for number, engine in enumerate(manifests)
+        for at, worker in enumerate(engine)
+    ]
     each = round_bytes(limit, hosts, through_ranks)
     return redistribute(layouts_of(held, manifests), workers, hosts, each, in_place, through_ranks)

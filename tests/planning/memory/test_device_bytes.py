@@ -164,8 +164,8 @@ ADAPTERS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 def counted_with_adapter(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
     """On a rank before its first step: bytes that are there, and the peaks of an update of merged weights and of the
     digest of the base."""
-    from hpcrl.models.lora import base_digest
     from hpcrl.models.lora.matrices import is_adapter
+    from hpcrl.models.lora.peft import bit_sums
     from hpcrl.planning.rehearsal import device as fake_device
     from hpcrl.planning.rehearsal.live_bytes import DeviceBytes
     from hpcrl.planning.rehearsal.one_rank import export
@@ -180,7 +180,7 @@ def counted_with_adapter(path: str, n: int, rank: int, fields: dict[str, Any]) -
             written = export(sent_part(policy, opts), BUFFER)
         assert written >= sum(p.numel() for p in base), "all weights, and no adapter"
         with live.phase("digest"):
-            base_digest.bit_sums(max(base, key=lambda p: p.numel()))
+            bit_sums(max(base, key=lambda p: p.numel()))
     return {name: taken - live.now for name, taken in live.peaks.items()} | {"state": live.now}
 
 

@@ -71,13 +71,14 @@ def test_only_whole_parts_count(tmp_path: Path, change: str) -> None:
     """A part that is cut, changed or without its index is not used, and none of another run, or that leads out of its
     directory."""
     from hpcrl.trainer.checkpoint.copies_plan import Part
-    from hpcrl.trainer.checkpoint.copy_files import index_files, is_whole, part_directory, parts_here, write_index
+    from hpcrl.trainer.checkpoint.copy_files import is_whole, part_directory, parts_here, write_index
+    from hpcrl.trainer.checkpoint.whole import manifest
 
     directory = part_directory(tmp_path, 7, 3)
     directory.mkdir(parents=True)
     file = directory / "__3_0.distcp"
     file.write_bytes(b"tensors")
-    files = index_files(directory)
+    files = manifest(directory, pieces=True)
     if change == "escapes":
         files = {f"../rank-00003/{file.name}": files[file.name]}
     write_index(directory, Part("run" if change != "other run" else "x", 7, 7, 0, 3, 4, files))

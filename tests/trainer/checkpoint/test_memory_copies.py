@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(opts: Options, root: Path) -> list[float]:
     """Train, save, train, copy, train; the losses after the checkpoint."""
-    from hpcrl.trainer.checkpoint import forked_writer
+    from hpcrl.trainer.checkpoint import writers
     from hpcrl.trainer.checkpoint.memory_copies import MemoryCopies
     from hpcrl.trainer.checkpoint.save_load import Position, save
 
@@ -67,7 +67,7 @@ def train(opts: Options, root: Path) -> list[float]:
     assert copies.newest == MEMORY and not (here / f"{END}").exists(), "what fails is left out, and not left there"
     vars(copies).pop("_write_position", None)
     if ranks.rank == 1:
-        forked_writer.write_files = lambda *_: threading.Event().wait()
+        writers.write_files = lambda *_: threading.Event().wait()
     assert copies.start_copy(Position(END, END, {}))
     copies._patience = 1.0
     copies.settle(END)

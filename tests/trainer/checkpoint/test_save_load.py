@@ -487,7 +487,7 @@ def test_space_is_asked_for_only_where_it_lacks(tmp_path: Path) -> None:
 
 def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     """Begin to save checkpoint 2 over checkpoint 1, and change the weights at once; what is there, and when."""
-    from hpcrl.trainer.checkpoint import forked_writer, save_load
+    from hpcrl.trainer.checkpoint import save_load, writers
     from hpcrl.trainer.checkpoint.save_load import Position
     from hpcrl.trainer.checkpoint.saver import Saver
 
@@ -495,9 +495,9 @@ def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     saver = Saver(policy, policy.ranks, directory, "run", opts)
     saver.save(Position(1, 1), wait=True)
     if kill == "writer" and policy.ranks.rank == 1:
-        forked_writer.write_files = lambda *_: time.sleep(60)
+        writers.write_files = lambda *_: time.sleep(60)
     if kill == "answer" and policy.ranks.rank == 1:
-        forked_writer.write_files = lambda *_: threading.Timer(1, os.kill, (os.getpid(), 9)).start() or "x" * (1 << 20)
+        writers.write_files = lambda *_: threading.Timer(1, os.kill, (os.getpid(), 9)).start() or "x" * (1 << 20)
     losses(policy, opts, 2)
     weight = next(policy.modules[0].parameters())
     before = weight.detach().clone()

@@ -185,13 +185,13 @@ def test_files_are_as_written(tmp_path: Path, change: str) -> None:
         victim.write_bytes(b"[]")
     record = record_of(path, "mine")
     if change == "none":
-        check_files(path, record)
+        check_files(path, record.files)
         return
     if change == "escapes":
         record.files["../../x"] = (1, None)
         victim = path / "hpcrl.json"
     with pytest.raises(DataError, match=f"{victim} is (missing|damaged)"):
-        check_files(path, record)
+        check_files(path, record.files)
 
 
 # ---- what is said, and what is kept

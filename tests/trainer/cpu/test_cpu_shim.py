@@ -16,7 +16,7 @@ import torch
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.trainer.cpu import cpu_shim
-from hpcrl.trainer.megatron import packed_rope, replaced, thd
+from hpcrl.trainer.megatron import replaced, thd
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
 
@@ -120,10 +120,10 @@ def rotated() -> list[tuple[float, str]]:
                 for rank in range(cp):
                     rows = thd.cp_indices(cu, cp, rank)
                     bounds = torch.tensor(cu, dtype=torch.int32)
-                    mine = packed_rope.rotate_packed(x[rows], bounds, freqs, interleaved, cp_group=Group(cp, rank))
+                    mine = replaced.rotate_packed(x[rows], bounds, freqs, interleaved, cp_group=Group(cp, rank))
                     error = float((mine - torch.cat(whole)[rows]).abs().max())
                     found.append((error, f"interleaved {interleaved}, {rotary} of 16, cp {cp}"))
-    assert rope_utils._apply_rotary_pos_emb_thd is packed_rope.rotate_packed
+    assert rope_utils._apply_rotary_pos_emb_thd is replaced.rotate_packed
     return found
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from hpcrl.errors import UsageError
-from hpcrl.trainer.megatron import kernels
-from hpcrl.trainer.megatron.capabilities import Machine
+from hpcrl.trainer.megatron import capabilities
+from hpcrl.trainer.megatron.capabilities import GRADIENTS, INTERLEAVED, PERMUTE, ROPE, ROUTER, Machine, rope_kernels
 from hpcrl.trainer.megatron.fusions import Fusions, choose_fusions
-from hpcrl.trainer.megatron.kernels import GRADIENTS, INTERLEAVED, PERMUTE, ROPE, ROUTER, rope_kernels
 
 ALL = frozenset({ROPE, INTERLEAVED, PERMUTE, ROUTER, GRADIENTS})
 ENGINE = frozenset({"transformer_engine"})
@@ -64,7 +63,7 @@ def test_kernels_that_megatron_has_not_found() -> None:
     from hpcrl.trainer.megatron import replaced
 
     replaced.install()
-    assert kernels.find_kernels() == frozenset()
+    assert capabilities.find_kernels() == frozenset()
 
 
 # ---- what is chosen

@@ -31,7 +31,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bytes_away(state: Any) -> int:
     """Bytes of device memory that `state` has given up."""
-    return sum(parked.size for parked in state._parked.values() if parked.away)
+    return sum(parked.size for parked in state._parked.values() if not parked.memory.nbytes())
 
 
 def train_on_rank(every: list[Options]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.trainer.megatron.pipeline_shapes import PassShapes
+from hpcrl.trainer.megatron.replaced import PassShapes
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
 from tests.trainer.step import test_invariance as whole
@@ -31,14 +31,14 @@ def both_on_rank(opts: Options) -> list[tuple[bool, Any, Any]]:
     """Of each message: whether its shapes are known, ours, and those of the exchange."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from hpcrl.trainer.megatron import pipeline_shapes, replaced
+    from hpcrl.trainer.megatron import replaced
 
     found = []
 
     def both(communicator: Any, *args: Any) -> Any:
-        known = bool(pipeline_shapes._passes)
+        known = bool(replaced._passes)
         exchanged = replaced.STOCK["_communicate_shapes"](communicator, *args)
-        ours = pipeline_shapes.communicate_shapes(communicator, *args) if known else exchanged
+        ours = replaced.communicate_shapes(communicator, *args) if known else exchanged
         found.append((known, *map(tuple, ours), *map(tuple, exchanged)))
         return ours
 

@@ -16,7 +16,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
-from hpcrl.trainer.megatron.kernels import GRADIENTS, INTERLEAVED, PERMUTE, ROPE, ROUTER
+from hpcrl.trainer.megatron.capabilities import GRADIENTS, INTERLEAVED, PERMUTE, ROPE, ROUTER
 from tests.support.published_models import MODELS
 from tests.support.ranks import run_ranks
 

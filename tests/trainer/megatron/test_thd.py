@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hpcrl.trainer.megatron import packed_rope, thd
+from hpcrl.trainer.megatron import replaced, thd
 
 LAYOUTS = {
     "equal": [24] * 7,
@@ -39,7 +39,7 @@ def test_zig_zag_gives_every_row_to_one_rank(cp: int) -> None:
 def test_zig_zag_of_two_ranks() -> None:
     assert thd.cp_indices([0, 8, 12], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert thd.cp_indices([0, 8, 12], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
-    assert packed_rope.positions(torch.tensor([0, 8, 12]), 6, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
+    assert replaced.positions(torch.tensor([0, 8, 12]), 6, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
@@ -144,18 +144,16 @@ def test_equal_sequences_are_only_viewed() -> None:
 
 def test_layers_share_a_plan() -> None:
     """Layers share the plan of a micro-batch, and only the latest plans are kept."""
-    cache, other = thd.PlanCache(most=2), thd.PlanCache()
-    first = cache.get((0, 3), 96)
-    assert cache.get((0, 3), 96) is first
-    assert other.get((0, 3), 96) is not first  # nothing is shared between models
-    cache.get((0, 4), 96)
-    assert cache.get((0, 3), 96) is first
-    cache.get((0, 5), 96)
-    assert cache.get((0, 3), 96) is first  # used last but one
-    cache.get((0, 4), 96)
-    assert len(cache._plans) == 2 and cache.get((0, 3), 96) is first
-    cache.get((0, 4), 96), cache.get((0, 5), 96)
-    assert cache.get((0, 3), 96) is not first
+    recent, other = thd.recent_plans(), thd.recent_plans()
+    first = recent((0, 3), 96)
+    assert recent((0, 3), 96) is first
+    assert other((0, 3), 96) is not first  # nothing is shared between models
+    for length in (4, 5, 6):
+        recent((0, length), 96)
+    assert recent((0, 3), 96) is first  # the latest four
+    for length in (7, 8, 9, 10):
+        recent((0, length), 96)
+    assert recent((0, 3), 96) is not first
 
 
 def test_naive_reference_agrees_with_torch() -> None:

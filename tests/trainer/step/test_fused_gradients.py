@@ -58,15 +58,15 @@ def apex(calls: list[tuple[int, ...]], output: bool | None) -> Iterator[None]:
     """
     from megatron.core.tensor_parallel import layers
 
-    from hpcrl.trainer.megatron import fusions, kernels
-    from hpcrl.trainer.megatron.capabilities import Machine
+    from hpcrl.trainer.megatron import fusions
+    from hpcrl.trainer.megatron.capabilities import GRADIENTS, Machine
 
     def accumulate(rows: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
         calls.append(tuple(total.shape))
         total += grads.t().to(total.dtype) @ rows.to(total.dtype)
 
     stand_in = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
-    machine = Machine(True, frozenset({"apex"}), frozenset({kernels.GRADIENTS}))
+    machine = Machine(True, frozenset({"apex"}), frozenset({GRADIENTS}))
     with (
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
         mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", stand_in, create=True),

@@ -19,8 +19,8 @@ from hpcrl.engine.pieces.part_tensor import PartTensor
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
 from hpcrl.weights.comparison import cut
-from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.device_transport import DeviceTransport
+from hpcrl.weights.pieces.peer_transport import GlooGroup
 from hpcrl.weights.pieces.wire import DATA
 from hpcrl.weights.redistribution.layouts import Worker
 from hpcrl.weights.redistribution.plan import redistribute
@@ -94,7 +94,7 @@ def test_every_worker_gets_its_own(family: str, engines: int) -> None:
         assert sender.send(numbers) == sender.send(numbers)
         assert isinstance(transport.wire, GlooWire)
         assert transport.wire.groups == 2 * len(sender.rounds), "one group for each round"
-        return sender.memory.size
+        return len(sender.memory.buffer)
 
     def worker(transport: DeviceTransport) -> dict[str, torch.Tensor]:
         got: dict[str, torch.Tensor] = {}

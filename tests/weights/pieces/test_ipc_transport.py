@@ -20,11 +20,10 @@ from hpcrl.engine.pieces.part_tensor import PartTensor
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
 from hpcrl.transport.torch_store import open_store
-from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut, digest
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory, Runtime, tensor_at
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport, read_exported
-from hpcrl.weights.pieces.peer_transport import Transfer
+from hpcrl.weights.pieces.peer_transport import Transfer, join_group
 from hpcrl.weights.pieces.piece_update import _check_hosts
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
 from hpcrl.weights.redistribution.layouts import Worker
@@ -102,7 +101,7 @@ def member(me: int, family: str, port: int) -> dict[str, Any]:
     count = ranks + len(case.workers)
     memory = SlowMemory(0.002)
     transport = WatchedPost(
-        gloo_group.join(HERE, port, me, count, HERE, 20),
+        join_group(HERE, port, me, count, HERE, 20),
         me,
         ranks,
         20,
@@ -116,7 +115,7 @@ def member(me: int, family: str, port: int) -> dict[str, Any]:
             for tensor in {id(o.parameter): o.parameter for o in numbers.own.values()}.values():
                 tensor.mul_(-1.5)
         transport.group.group.barrier().wait()
-        return {"sent": sent, "made": memory.made, "memory": sender.memory.size}
+        return {"sent": sent, "made": memory.made, "memory": len(sender.memory.buffer)}
     reader, found = worker_side(case, plan, plans, transport), []
     for _ in range(UPDATES):
         got: dict[str, torch.Tensor] = {}
@@ -167,9 +166,9 @@ def test_exported_memory_outlives_a_group() -> None:
     transport = IpcTransport(first.group, 0, 1, 5, exported_memory=exported_memory)
     room = transport.allocate(100)
     room.close()
-    assert room.size == 0
+    assert len(room.buffer) == 0
     again = IpcTransport(first.group, 0, 1, 5, exported_memory=exported_memory).allocate(60)
-    assert again.size == 60 and again.to_wire()["size"] == 100 and again.to_wire()["name"] == room.wire["name"]
+    assert len(again.buffer) == 60 and again.to_wire()["size"] == 100 and again.to_wire()["name"] == room.wire["name"]
     assert transport.allocate(200).to_wire()["name"] != room.wire["name"] and memory.made == 2
     opened = transport.open(again.to_wire())
     again.buffer[0] = 77

@@ -24,11 +24,10 @@ from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.models.files.fp8 import Scheme
 from hpcrl.models.slicing import SourceRectangle
 from hpcrl.transport.torch_store import open_store
-from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, largest_values, prepare_values
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
-from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
+from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer, join_group
 from hpcrl.weights.pieces.piece_sender import PieceSender
 from hpcrl.weights.pieces.piece_update import PieceUpdate, send_targets
 from hpcrl.weights.pieces.planning import HeldTensor, coded, layouts_of
@@ -62,7 +61,7 @@ def members(count: int, ranks: int) -> list[PeerTransport]:
     server = open_store(HERE)
     SERVERS.append(server)
     with ThreadPoolExecutor(count) as pool:
-        joined = [pool.submit(gloo_group.join, HERE, server.port, i, count, HERE, 20) for i in range(count)]
+        joined = [pool.submit(join_group, HERE, server.port, i, count, HERE, 20) for i in range(count)]
         return [PeerTransport(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
 
 
@@ -110,7 +109,7 @@ def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
         for tensor in {id(o.parameter): o.parameter for o in numbers.own.values()}.values():
             tensor.add_(1)
         assert sender.send(numbers) == first
-        assert sender.memory.size <= 2 * plan.limit
+        assert len(sender.memory.buffer) <= 2 * plan.limit
         return first
 
     def worker(transport: PeerTransport) -> None:
@@ -128,7 +127,7 @@ def test_two_updates_arrive_in_memory_and_over_sockets(family: str) -> None:
         reader.receive(load)
         assert calls[-1]
         assert not any(calls[:-1])
-        assert reader.memory is None or reader.memory.size <= max(1, 2 * plan.limit)
+        assert reader.memory is None or len(reader.memory.buffer) <= max(1, 2 * plan.limit)
         parts = [4 * size for size in reader.assembly.size.values()]
         assert reader.assembly.most <= 4 * (plan.limit + max(parts)), (
             "what has come in part: a round and its edges, not the model"

@@ -61,7 +61,7 @@ def rank_side(
         change(policy, version, every)
         metrics = sender.publish(way_out.stream(), version)
         tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
-        largest = way_out.piece_sender.memory.size if way_out.piece_sender else 0
+        largest = len(way_out.piece_sender.memory.buffer) if way_out.piece_sender else 0
         found.append(
             {"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.update and sender.update.plan}
         )

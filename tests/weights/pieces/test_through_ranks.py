@@ -61,7 +61,7 @@ def test_every_worker_of_every_host(family: str) -> None:
         sent = [sender.send(numbers)]
         for tensor in {id(own.parameter): own.parameter for own in numbers.own.values()}.values():
             tensor.mul_(-1.5)
-        return [*sent, sender.send(numbers)], sender.memory.size
+        return [*sent, sender.send(numbers)], len(sender.memory.buffer)
 
     def worker(transport: CountedPost) -> list[dict[str, torch.Tensor]]:
         reader = worker_side(case, plan, plans, transport)
