@@ -40,8 +40,8 @@ usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set K
   --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
                      ordinary job, its nodes divided by the plan)
   --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
-  --chain N          for sites that do not requeue jobs: submit N jobs that run one after another; each continues the
-                     run, and a job that starts after the run is done ends at once
+  --chain N          for sites that do not requeue jobs: submit N jobs that run one after another. Each continues the
+                     run. Once the run is finished, the remaining jobs end without doing anything.
   --after JOB ...    start when these jobs have succeeded, such as the conversion of the model
 
 Options are those of hpcrl run; without a recipe the command takes recipe.toml of this directory. It submits one Slurm

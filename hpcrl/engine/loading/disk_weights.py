@@ -17,7 +17,7 @@ from hpcrl.models.files.safetensors_files import open_file
 from hpcrl.utils.waiting import Deadline
 
 APPEARS = 20.0  #: seconds until a file that another host wrote shows on a network file system
-CHUNK = 1 << 24  #: bytes that are read at once for a digest
+CHUNK = 1 << 24  #: bytes of one read, for a digest
 
 
 def check_digest(path: Path, digest: str) -> None:

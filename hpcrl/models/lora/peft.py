@@ -198,7 +198,7 @@ def target_names(matrices: Collection[AdaptedMatrix], every: Collection[AdaptedM
 # It is the same in every layout, and in a file.  Two sums of every tensor are all that it is made of, so that ranks
 # which hold parts of one add theirs up.
 
-BAND = 1 << 24  #: numbers that are looked at once
+BAND = 1 << 24  #: numbers of one step of a sum
 
 
 def bit_sums(part: torch.Tensor) -> list[int]:
@@ -207,7 +207,7 @@ def bit_sums(part: torch.Tensor) -> list[int]:
     import torch
 
     sums = torch.zeros(2, dtype=torch.int64, device=part.device)
-    for band in part.reshape(-1).split(BAND):  # of which wide copies are made
+    for band in part.reshape(-1).split(BAND):  # each is copied into wider numbers
         bits = band.float().view(torch.int32).to(torch.int64)
         sums += torch.stack([bits.sum(), (bits * bits).sum()])
     return sums.tolist()

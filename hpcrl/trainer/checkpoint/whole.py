@@ -30,7 +30,7 @@ from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.utils.untrusted_files import Damaged, count_of, open_regular, read_given_bytes, read_json
 
 RECORD = "hpcrl.json"
-PIECE = 1 << 22  #: bytes that are read at once
+PIECE = 1 << 22  #: bytes of one read
 PIECES = ".distcp"  #: files whose pieces have a checksum each
 
 

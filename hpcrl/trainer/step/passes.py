@@ -95,7 +95,7 @@ def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -
 def _forward(
     policy: Policy, micro_batches: Sequence[Packed], found: Callable[[Packed, Head], torch.Tensor], experts: How = "own"
 ) -> list[torch.Tensor]:
-    """What is `found` of each micro-batch under the current weights; on all pipeline stages but the last zeros [r]."""
+    """What `found` gives for each micro-batch under the current weights; zeros [r] before the last pipeline stage."""
 
     def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
         return found(packed, head)
@@ -107,7 +107,7 @@ def _forward(
 def logprobs(
     policy: Policy, options: Options, micro_batches: Sequence[Packed], experts: How = "own"
 ) -> list[torch.Tensor]:
-    """Log-probs [r] of each micro-batch.
+    """Log-probs [r] of each micro-batch; zeros on all pipeline stages but the last.
 
     Args:
         experts: as in `run`.
@@ -116,7 +116,7 @@ def logprobs(
 
 
 def hidden_states(policy: Policy, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
-    """What goes into the output layer at the rows of each micro-batch, [r, 1, hidden size] in host memory."""
+    """What goes into the last stage's output layer at the rows of each micro-batch: [r, 1, hidden size] on the host."""
     # read by copies back, which come after it
     return _forward(policy, micro_batches, lambda _, head: head.hidden.to("cpu", non_blocking=True))
 
@@ -138,5 +138,5 @@ def values_under(head: Head) -> torch.Tensor:
 
 
 def values(critic: Policy, micro_batches: Sequence[Packed]) -> list[torch.Tensor]:
-    """Values [r] of each micro-batch."""
+    """Values [r] of each micro-batch; zeros on all pipeline stages but the last."""
     return _forward(critic, micro_batches, lambda _, head: values_under(head))

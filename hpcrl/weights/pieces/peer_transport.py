@@ -65,8 +65,8 @@ def join_group(host: str, port: int, rank: int, world: int, own_host: str, secon
     limit = timedelta(seconds=seconds)
     store = connect_store(host, port, seconds)
     options = dist.ProcessGroupGloo._Options()
-    # all members alike, whatever TORCH_GLOO_LAZY_INIT says in their processes: gloo crashes where one connects at once
-    # and another when it must
+    # gloo crashes if one member connects at the start and another at its first message: TORCH_GLOO_LAZY_INIT, which may
+    # differ between their processes, is not read
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host, lazy_init=False)]
     options._timeout = limit
     meeting = dist.PrefixStore("hpcrl-weights", store)
