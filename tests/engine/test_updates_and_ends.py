@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +119,15 @@ def test_requests_in_flight_continue(shm: Side) -> None:
     """Requests in flight are kept and continue with the new weights."""
     shm.step()
     old = Reference(Path(shm.engines.options.hf_checkpoint or ""))
-    old.back_to(shm.reference.pairs())
-    with ThreadPoolExecutor(4) as pool:
-        begun = metric(shm.engines.address(), "generation_tokens_total")
-        waiting = [pool.submit(generate, shm.engines.address(), [*PROMPT, 30 + i], 700, seed=i) for i in range(4)]
-        deadline = time.monotonic() + 60
-        address = shm.engines.address()
-        while metric(address, "generation_tokens_total") < begun + 200 or metric(address, "num_requests_running") < 4:
-            assert time.monotonic() < deadline
-        shm.step()
-        answers = [future.result(120) for future in waiting]
+    answers: list[dict[str, Any]] = []
+    for _ in range(5):  # on a loaded machine a request can end before the update begins: then the next try counts
+        old.back_to(shm.reference.pairs())
+        with ThreadPoolExecutor(4) as pool:
+            waiting = begin_four(shm, pool)
+            shm.step()
+            answers = [future.result(120) for future in waiting]
+        if all(len(answer["weight_versions"]) == 2 for answer in answers):
+            break
     assert all(len(answer["weight_versions"]) == 2 for answer in answers), (
         "the update came before or after, not between"
     )
@@ -140,6 +139,19 @@ def test_requests_in_flight_continue(shm: Side) -> None:
         before, after = (model.logprobs(prompt, answer["token_ids"]) for model in (old, shm.reference))
         assert max(abs(a - b) for a, b in zip(answer["logprobs"][:cut], before[:cut], strict=True)) <= CLOSE
         assert max(abs(a - b) for a, b in zip(answer["logprobs"][cut:], after[cut:], strict=True)) <= CLOSE
+
+
+def begin_four(shm: Side, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
+    """Four requests for 700 tokens each, once all of them run or one has ended."""
+    address = shm.engines.address()
+    begun = metric(address, "generation_tokens_total")
+    waiting = [pool.submit(generate, address, [*PROMPT, 30 + i], 700, seed=i) for i in range(4)]
+    deadline = time.monotonic() + 60
+    while not any(future.done() for future in waiting) and (
+        metric(address, "generation_tokens_total") < begun + 200 or metric(address, "num_requests_running") < 4
+    ):
+        assert time.monotonic() < deadline
+    return waiting
 
 
 def test_the_prefix_cache_does_not_outlive_an_update(shm: Side) -> None:
