@@ -128,7 +128,7 @@ def test_follow_across_attempts(run: Path, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(logs, "SETTLE", 0.3)
 
     def live() -> None:
-        time.sleep(0.15)
+        time.sleep(1.0)
         write(run / "grpo/logs/attempt-1/engine-0.log", "last words")
         with (run / "grpo/logs/attempt-1/engine-0.log").open("a") as file:
             file.write("half a li")

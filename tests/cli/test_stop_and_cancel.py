@@ -97,7 +97,7 @@ def test_stop_asks_and_asks_once(
 def test_stop_signals_an_old_launcher(run: Path, old_launcher: subprocess.Popen[str]) -> None:
     """`stop` signals a launcher that does not look for the stop file."""
     assert main(["stop", "a"]) == 0
-    assert old_launcher.wait(5) == 0
+    assert old_launcher.wait(60) == 0
     assert not (run / "stop").exists()
 
 
@@ -120,7 +120,7 @@ def test_cancel_ends_the_launcher_and_says_so(
     run: Path, launcher: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cancel", "a"]) == 0
-    assert launcher.wait(5) == 0
+    assert launcher.wait(60) == 0
     main(["status", "a"])
     assert "runs/a: cancelled" in capsys.readouterr().out
 

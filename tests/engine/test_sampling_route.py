@@ -126,26 +126,29 @@ def test_aborted_prefix_is_of_the_same_response(side: Side) -> None:
     """And it goes on, with the versions of each part, from the exact tokens; an evaluation is left alone."""
     if side.version == 0:
         side.step()
-    whole = run(side.engines, group(endless(400), 4))
+    whole = run(side.engines, group(endless(900), 4))
 
     async def job(generator: EngineClient, pool: EnginePool) -> None:
-        before = await asyncio.to_thread(sampled, side)
-        asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
-        held = asyncio.create_task(
-            generator.complete(TOKENS, endless(60, logprobs=False, evaluation=True), seed_of(9), 0)
-        )
-        while await asyncio.to_thread(sampled, side) < before + 20:
-            await asyncio.sleep(0.01)
-        await generator.abort()
-        parts = await asyncio.gather(*asked)
+        for _ in range(5):  # on a loaded machine a request can end before the abort: then the next try counts
+            before = await asyncio.to_thread(sampled, side)
+            asked = [asyncio.create_task(generator.complete(TOKENS, endless(900), seed_of(i), 0)) for i in range(4)]
+            held = asyncio.create_task(
+                generator.complete(TOKENS, endless(60, logprobs=False, evaluation=True), seed_of(9), 0)
+            )
+            while await asyncio.to_thread(sampled, side) < before + 20:
+                await asyncio.sleep(0.01)
+            await generator.abort()
+            parts = await asyncio.gather(*asked)
+            assert (await held).status == TRUNCATED, "the evaluation ran to its end"
+            if all(part.status == ABORTED for part in parts):
+                break
         for part, full in zip(parts, whole, strict=True):
-            assert part.status == ABORTED and len(part.tokens) < 400
+            assert part.status == ABORTED and len(part.tokens) < 900
             count = len(part.tokens)
             assert part.tokens.tolist() == full.tokens[:count].tolist()
             assert part.logprobs.tobytes() == full.logprobs[:count].tobytes()
             assert part.versions.tolist() == [side.version] * count
         assert max(len(part.tokens) for part in parts) > 0
-        assert (await held).status == TRUNCATED, "the evaluation ran to its end"
         begun = max(parts, key=lambda part: len(part.tokens))
         more = await generator.complete(TOKENS, endless(len(begun.tokens) + 20), 5, 0, begun=begun)
         assert len(more.tokens) == len(begun.tokens) + 20 and more.status == TRUNCATED
@@ -170,7 +173,8 @@ def test_who_waits_no_more_is_not_worked_for(side: Side) -> None:
     async def job(generator: EngineClient, pool: EnginePool) -> None:
         before = sampled(side)
         asked = [asyncio.create_task(generator.complete(TOKENS, endless(900), seed_of(i), 0)) for i in range(6)]
-        await asyncio.sleep(0.3)
+        while await asyncio.to_thread(sampled, side) < before + 20:
+            await asyncio.sleep(0.01)
         assert pool.engines[0].in_flight == 6
         for task in asked[:2]:
             task.cancel()

@@ -133,7 +133,7 @@ def test_requests_in_flight_continue(shm: Side) -> None:
     )
     for i, answer in enumerate(answers):
         prompt, spans = [*PROMPT, 30 + i], answer["weight_versions"]
-        assert len(answer["token_ids"]) == 700
+        assert len(answer["token_ids"]) == 950
         assert [span["version"] for span in spans] == [str(shm.version - 1), str(shm.version)]
         cut = spans[1]["start"]
         before, after = (model.logprobs(prompt, answer["token_ids"]) for model in (old, shm.reference))
@@ -142,14 +142,12 @@ def test_requests_in_flight_continue(shm: Side) -> None:
 
 
 def begin_four(shm: Side, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
-    """Four requests for 700 tokens each, once all of them run or one has ended."""
+    """Four requests for 950 tokens each, once the engine works on them."""
     address = shm.engines.address()
     begun = metric(address, "generation_tokens_total")
-    waiting = [pool.submit(generate, address, [*PROMPT, 30 + i], 700, seed=i) for i in range(4)]
+    waiting = [pool.submit(generate, address, [*PROMPT, 30 + i], 950, seed=i) for i in range(4)]
     deadline = time.monotonic() + 60
-    while not any(future.done() for future in waiting) and (
-        metric(address, "generation_tokens_total") < begun + 200 or metric(address, "num_requests_running") < 4
-    ):
+    while metric(address, "generation_tokens_total") < begun + 8:
         assert time.monotonic() < deadline
     return waiting
 
@@ -454,7 +452,7 @@ def test_sigterm_ends_an_engine_and_leaves_nothing(shm: Side) -> None:
     names = variables(pids[1])
     shared = shared_files(pids)
     assert shm.engines.stop() == [0]
-    assert gone(pids, 5)
+    assert gone(pids, 30)
     assert not Path(names["TMPDIR"]).exists()
     assert not [path for path in shared if Path(path).exists()]
     assert shm.engines.key not in " ".join(names.values())
@@ -516,18 +514,18 @@ def test_foreign_host_cannot_be_bound(tmp_path: Path, model: Path) -> None:
 def test_engine_stopped_during_start(tmp_path: Path, model: Path) -> None:
     """An engine that is stopped while it starts leaves nothing behind."""
     engines = Engines(tmp_path / "run", model)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(pids := engines.pids()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert engines.stop() == [0]
-    assert gone(pids, 5)
+    assert gone(pids, 30)
 
 
 def test_engine_hanging_during_start(tmp_path: Path, model: Path) -> None:
     """An engine that hangs while it starts is not waited for."""
     engines = Engines(tmp_path / "run", model, rollout_health_check_timeout=1)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (server := psutil.Process(engines.processes[0].pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -538,4 +536,4 @@ def test_engine_hanging_during_start(tmp_path: Path, model: Path) -> None:
         message
         == f"engine 0 on 127.0.0.1 hangs: its process {server[0].pid} has been stopped for 1 s (--rollout-health-check-timeout)"
     )
-    assert gone([server[0].pid], 5)
+    assert gone([server[0].pid], 30)

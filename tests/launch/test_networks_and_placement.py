@@ -168,10 +168,10 @@ esac
 """
     )
     ssh.chmod(0o755)
-    monkeypatch.setattr("hpcrl.launch.mpi.ssh_check.REACH", 2.0)
+    monkeypatch.setattr("hpcrl.launch.mpi.ssh_check.REACH", 5.0)
     found = unreachable(["far", "slow", "full", "good"], [str(ssh)])
-    assert found.pop("slow").startswith("accepts the connection, but its shell was not ready within 2 s: ")
-    assert found == {"far": "does not answer within 2 s", "full": "cannot be reached: full: no space left"}
+    assert found.pop("slow").startswith("accepts the connection, but its shell was not ready within 5 s: ")
+    assert found == {"far": "does not answer within 5 s", "full": "cannot be reached: full: no space left"}
     with pytest.raises(
         UsageError, match=r"^host slow accepts the connection,.*; let its start-up file.*try: \S*ssh slow true"
     ):

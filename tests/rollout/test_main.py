@@ -278,7 +278,7 @@ def test_a_stop_drops_what_is_being_made(tmp_path: Path, model: Path) -> None:
             time.sleep(0.02)
         attempt.rundir.request_stop()
         assert attempt.makes_none(1)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while attempt.engines[0].in_flight and time.monotonic() < deadline:
             time.sleep(0.02)
         assert attempt.engines[0].in_flight == 0, "the engine is not left at work"
@@ -399,10 +399,10 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
         (dead, {}, ["no engine is left", "engine-0 on 127.0.0.1 died"]),
         (
             hang,
-            {"timeout_factor": 1 / 3600},
+            {"timeout_factor": 3 / 3600},
             [
                 "6 of 6 groups of rollout 4",
-                "within 1 s, which --timeout-factor scales",
+                "within 3 s, which --timeout-factor scales",
                 "engine-0 on 127.0.0.1: 24 requests in flight",
             ],
         ),
@@ -476,7 +476,7 @@ def test_bad_input_comes_before_engines(tmp_path: Path, model: Path, values: dic
     values = json.loads(json.dumps(values).replace("bad.jsonl", str(tmp_path / "bad.jsonl")))
     begun = time.monotonic()
     with Attempt(tmp_path / "run", model, None, published=False, engine_start_timeout=600, **values) as attempt:
-        assert attempt.end(30) != 0 and time.monotonic() - begun < 30
+        assert attempt.end(120) != 0 and time.monotonic() - begun < 120
         assert all(word in attempt.error() for word in words), attempt.error()
         assert "Traceback" not in attempt.log.read_text()
 

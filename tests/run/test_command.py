@@ -50,7 +50,7 @@ def test_late_command_is_ended(tmp_path: Path) -> None:
     """Its child holds the pipe open, as a hanging file system's client would."""
     began = time.monotonic()
     file = tmp_path / "pid"
-    answer = run_command(["sh", "-c", f"sleep 60 & echo $! > {file}; sleep 60"], 1)
-    assert (answer.code, answer.out, answer.last_output) == (LATE, "", "no answer within 1 s")
-    assert time.monotonic() - began < 10
+    answer = run_command(["sh", "-c", f"sleep 60 & echo $! > {file}; sleep 60"], 3)
+    assert (answer.code, answer.out, answer.last_output) == (LATE, "", "no answer within 3 s")
+    assert time.monotonic() - began < 20
     assert gone([int(file.read_text())]), "its child still runs"

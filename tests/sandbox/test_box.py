@@ -275,7 +275,7 @@ def test_the_disk_counts_as_memory(loop: Loop) -> None:
 
 
 def test_output_is_bounded(loop: Loop, small: Box) -> None:
-    done = loop.run(small.run("yes & yes >&2 & sleep 0.5; kill %1 %2", 20.0))
+    done = loop.run(small.run("yes & yes >&2 & sleep 2; kill %1 %2", 20.0))
     assert (len(done.stdout), done.stdout_cut, len(done.stderr), done.stderr_cut) == (4096, True, 4096, True)
     done = loop.run(small.run("head -c 4096 /dev/zero; echo >&2"))
     assert (len(done.stdout), done.stdout_cut, done.stderr_cut) == (4096, False, False)

@@ -150,7 +150,7 @@ def test_background_processes_that_keep_outputs_open(loop: Loop, box: Box) -> No
 
     async def many() -> None:
         for _ in range(9):
-            await asyncio.gather(*(box.run("echo x; sleep 0.1") for _ in range(12)))
+            await asyncio.gather(*(box.run("echo x; sleep 0.3") for _ in range(12)))
 
     loop.run(many())
     mine = all_of(loop.pool)

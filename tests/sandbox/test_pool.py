@@ -196,7 +196,8 @@ def test_a_box_that_cannot_end_what_runs_in_it() -> None:
         limits = BoxLimits(memory=64 << 20, disk=1 << 20)
         async with SandboxPool(warm=0, limits=limits) as pool, pool.box() as box:
             first = next(pid for pid in all_of(pool) if len(family(pid)) == 1)
-            hold = "/usr/bin/python3 -c \"import time; time.sleep(1); x = b'x' * (100 << 20); time.sleep(60)\""
+            stopped = "import time\nwhile ') T ' not in open('/proc/1/stat').read():\n    time.sleep(0.05)\n"
+            hold = f"/usr/bin/python3 -c \"{stopped}x = b'x' * (100 << 20); time.sleep(60)\""
             asked = asyncio.create_task(box.run(hold, 30.0))
             await until(lambda: len(all_of(pool)) > 3)
             os.kill(first, signal.SIGSTOP)
@@ -264,7 +265,9 @@ def test_the_user_is_killed_with_ten_boxes(stopped: bool) -> None:
     try:
         assert user.stdout is not None
         pids = [int(word) for word in read_line(user).split()]
-        left = {one for pid in pids for one in family(pid)}
+        left, end = set[int](), time.monotonic() + 20
+        while len(left) < 5 * 10 and time.monotonic() < end:  # the last commands may not have begun
+            left = {one for pid in pids for one in family(pid)}
         assert len(pids) >= 10 and len(left) >= 5 * 10
         for pid in pids if stopped else ():
             os.kill(pid, signal.SIGSTOP)

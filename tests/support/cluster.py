@@ -230,7 +230,7 @@ class Cluster:
 
     # ---- between tests
 
-    def clean(self, seconds: float = 15.0) -> list[str]:
+    def clean(self, seconds: float = 60.0) -> list[str]:
         """Bring the cluster back to where it began.  What was left, one line each; [] if it was clean within
         `seconds`."""
         begun = time.monotonic()

@@ -121,7 +121,7 @@ class Engines:
         [server] = psutil.Process(self.processes[index].pid).children()
         return server.children()[-1]
 
-    def ended(self, index: int = 0, seconds: float = 30) -> tuple[int, str]:
+    def ended(self, index: int = 0, seconds: float = 120) -> tuple[int, str]:
         """(exit status, recorded message)"""
         status = self.processes[index].wait(seconds)
         return status, failure.message if (failure := self.rundir.failure()) else ""
@@ -131,7 +131,7 @@ class Engines:
         running = [p for p in self.processes if p.poll() is None]
         for process in running:
             process.terminate()
-        return [process.wait(30) for process in running]
+        return [process.wait(120) for process in running]
 
 
 def generate(address: Address, prompt: Sequence[int], count: int, **sampling: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from hpcrl.utils.waiting import Deadline, poll
 from tests.support.tiny import make_model
 
 REPO = Path(__file__).parents[2]
@@ -65,19 +66,41 @@ COMMON = {
 KEPT = {"attempts": 4}
 
 
+def hold(root: Path, rollouts: int = 10**9) -> None:
+    """Let a run end so many rollouts, and no more until this is called again."""
+    root.with_name("held").write_text(str(rollouts))
+
+
+def held(options: Any, rollout_id: int) -> bool:
+    """Whether `hold` forbids this rollout; `held.seen` beside the run directory says that it was asked for."""
+    path = Path(options.run_dir).with_name("held")
+    if found := path.exists() and rollout_id >= int(path.read_text() or 0):
+        path.with_suffix(".seen").touch()
+    return found
+
+
 async def odd_tokens(options: Any, sample: Any) -> float:
-    """A reward that varies within a group whatever the model says: the share of odd token ids in the response."""
+    """A reward that varies within a group whatever the model says: the share of odd token ids in the response; it waits
+    in a rollout that is `held`."""
+    while held(options, sample.group_index // options.rollout_batch_size):
+        await asyncio.sleep(0.05)
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
     return sum(token % 2 for token in response) / len(response) if response else 0.0
 
 
-async def held_odd_tokens(options: Any, sample: Any) -> float:
-    """The same, once there is no file `held` beside the run directory; `held.seen` says that it waits."""
-    held = Path(options.run_dir).parent / "held"
-    while held.exists():
-        held.with_suffix(".seen").touch()
-        await asyncio.sleep(0.05)
-    return await odd_tokens(options, sample)
+def held_step(options: Any, rollout_id: int, *_: Any) -> None:
+    """A hook before each optimizer step, which waits in a rollout that is `held`."""
+    while held(options, rollout_id):
+        time.sleep(0.05)
+
+
+def held_save(options: Any, rollout_id: int, *_: Any) -> None:
+    """A hook before each optimizer step: what is saved after one of a rollout that is `held` is written, and gets no
+    name."""
+    from hpcrl.trainer.checkpoint import save_load
+
+    if held(options, rollout_id):
+        save_load.settle = lambda *_: time.sleep(600)
 
 
 def make_task(directory: Path) -> Path:
@@ -141,11 +164,16 @@ class Run:
             raise AssertionError(f"the run did not end in {seconds} s:\n{out}\n{self.logs()}") from None
         return self.process.returncode, out
 
-    def end_early(self, steps: int, how: signal.Signals) -> None:
-        """Stop or kill it once it has trained so many steps."""
+    def end_early(self, steps: int, how: signal.Signals, ahead: int = 0) -> None:
+        """Stop or kill it once it has trained so many steps; it is held there until it knows, or is gone.  A loop that
+        samples `ahead` ends a step when that is done."""
+        hold(self.root, steps + ahead)
         self.until(lambda: self.steps() >= steps)
         pids = self.pids()
         os.kill(self.process.pid, how)
+        log = self.root / "logs/latest/rollout-0.log"
+        poll(lambda: "asked to stop" in log.read_text() or not self.pids(), Deadline(60), 0.1)
+        hold(self.root)
         status, out = self.end()
         assert status == (143 if how == signal.SIGTERM else -how), out
         assert all_gone(self.root, pids), processes(self.root)
@@ -217,7 +245,7 @@ def processes(root: Path) -> list[int]:
     return sorted(found - {os.getpid()})
 
 
-def all_gone(root: Path, pids: list[int], seconds: float = 10) -> bool:
+def all_gone(root: Path, pids: list[int], seconds: float = 30) -> bool:
     """Whether within `seconds` neither `pids` nor any other process of the run is left."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -234,7 +262,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: Iterable[int], seconds: float = 10) -> bool:
+def gone(pids: Iterable[int], seconds: float = 30) -> bool:
     """Whether none of the processes is left within `seconds`."""
     deadline = time.monotonic() + seconds
     while any(map(alive, pids)):

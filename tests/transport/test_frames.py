@@ -33,7 +33,7 @@ def test_a_large_frame_ends_the_connection(size: int, stays: bool, tmp_path: Pat
     served = Served(make_rundir(tmp_path / "run"), {})
     peer = find(served.rundir, RolloutPeer)
     assert peer is not None
-    with socket.create_connection((peer.host, peer.port), timeout=1.0) as one:
+    with socket.create_connection((peer.host, peer.port), timeout=1.0 if stays else 20.0) as one:
         one.sendall(GREETING + b"\x06" + struct.pack(">Q", size))
         came = b"?"
         try:

@@ -45,7 +45,7 @@ from hpcrl.run.engine_files import end_of, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.mtp_models import make_mimo
 from tests.support.out_of_memory import PLACES, engine_flags
-from tests.support.runs import KEPT, POLICY, REPO, Run, all_gone, metrics, recipe, role_pid, rows, samples
+from tests.support.runs import KEPT, POLICY, REPO, Run, all_gone, hold, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -224,6 +224,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     more = KL | {"ref_load": str(task / "model"), "custom_rm_path": own_reward(path)}
     faults = {"rollout_health_check_timeout": 5, "attempts": 3}
     run = start(path, task, actor_num_gpus_per_node=2, **more, **faults)
+    hold(run.root, 1)
     run.until(lambda: run.steps() >= 1)
     os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
     run.end_early(3, signal.SIGKILL)
@@ -231,8 +232,10 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     (path / "added.py").write_text("ADDED = 100.0\n")
     killed = RunDir.latest(run.root).attempt
     run = Run("--resume", run.root, root=run.root)
+    hold(run.root, 3)
     run.until(lambda: serves(run.root, killed))
-    psutil.Process(role_pid(run.root, "hpcrl.engine.server")).children()[-1].suspend()  # it has rollouts to answer
+    psutil.Process(role_pid(run.root, "hpcrl.engine.server")).children()[-1].suspend()
+    hold(run.root)  # it has rollouts to answer
     status, out = run.end()
     assert status == 0, out + run.logs()
     return run.root
@@ -296,21 +299,17 @@ def states_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_a_stop_needs_no_rollout_process(tmp_path: Path, task: Path, uncut: Path) -> None:
     """It hangs while the trainer waits for samples: the trainer sees by itself that the run is to stop, and saves."""
-    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "stop_timeout": 30}
-    held = {"custom_rm_path": "tests.support.runs.held_odd_tokens", "save_interval": None}
-    run = start(tmp_path, task, **KL | values | held)
-    run.until(lambda: run.steps() >= 2)
-    (tmp_path / "held").touch()
-    steps = run.steps()
-    run.until(lambda: (tmp_path / "held.seen").exists())
+    values = {"ref_load": str(task / "model"), "stop_timeout": 30, "save_interval": None}
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, **KL | values)
+    hold(run.root, 2)
+    run.until(lambda: run.steps() >= 2 and (tmp_path / "held.seen").exists())
     psutil.Process(role_pid(run.root, "hpcrl.rollout.main")).suspend()
     os.kill(run.process.pid, signal.SIGTERM)
     status, out = run.end()
     assert status == 143, out + run.logs()
     assert all_gone(run.root, [])
-    trained = run.steps()
-    assert trained >= steps >= 2 and (run.root / f"checkpoints/iter_{trained:07d}").is_dir(), run.logs()
-    (tmp_path / "held").unlink()
+    assert run.steps() == 2 and (run.root / "checkpoints/iter_0000002").is_dir(), run.logs()
+    hold(run.root)
     again = Run("--resume", run.root, root=run.root)
     status, out = again.end()
     assert status == 0, out + again.logs()
@@ -329,10 +328,12 @@ def test_the_job_continues_after_faults(tmp_path: Path, task: Path, uncut: Path)
     run = start(tmp_path, task, actor_num_gpus_per_node=2, **KEPT | KL | {"ref_load": str(task / "model")})
     engines = []
     for steps, victim in enumerate(("hpcrl.trainer", "hpcrl.rollout.main", "hpcrl.launch.host"), 1):
+        hold(run.root, steps)
         run.until(lambda least=steps: run.steps() >= least)
         engines.append(role_pid(run.root, "hpcrl.engine.server"))
         os.kill(role_pid(run.root, victim), signal.SIGKILL)
         run.until(lambda next=steps: (run.root / f"attempts/{next}/peers/trainer-0.json").exists())
+    hold(run.root)
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert all_gone(run.root, [])
@@ -454,7 +455,7 @@ def test_dead_engine_without_restarts(tmp_path: Path, task: Path) -> None:
     run.until(lambda: run.steps() >= 1)
     pids = run.pids()
     os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
-    status, out = run.end(60)
+    status, out = run.end()
     error = next(line for line in out.splitlines() if line.startswith("hpcrl: error: "))
     assert status not in (0, 143), out
     assert re.search(r"engine.0 on 127\.0\.0\.1.*(died|SIGKILL)", error), out

@@ -16,7 +16,7 @@ from hpcrl.run.attempt_log import faults_of, lowered_settings, read_attempts
 from tests.documents.texts import printed
 from tests.support.cluster import Cluster
 from tests.support.out_of_memory import PLACES, engine_flags
-from tests.support.runs import KEPT, SubmittedRun, metrics, policy, samples, sft
+from tests.support.runs import KEPT, SubmittedRun, hold, metrics, policy, samples, sft
 from tests.support.slurm import HURRY, hpcrl, submit
 from tests.whole_runs.test_under_mpirun import MPIRUN, environment
 from tools.cluster import control
@@ -146,7 +146,8 @@ def test_mpirun_is_kept(cluster: Cluster, tmp_path: Path, task: Path, kind: str)
     the memory of its hosts, of which one was lost the first time."""
     hosts = cluster.hostfile(kind, ["node1", "node2"], path=tmp_path / "hosts")
     found = {}
-    memory = {"save_interval": None, "non_persistent_save_interval": 1, "num_rollout": 24}
+    memory = {"save_interval": None, "non_persistent_save_interval": 1, "num_rollout": 8}
+    memory["custom_megatron_before_train_step_hook_path"] = "tests.support.runs.held_step"
     for name, faults in (("whole", ()), ("cut", ("hpcrl.trainer.main", "hpcrl.launch.host"))):
         run = SubmittedRun(tmp_path / name / "run")
         command = [
@@ -163,15 +164,17 @@ def test_mpirun_is_kept(cluster: Cluster, tmp_path: Path, task: Path, kind: str)
         )
         try:
             for attempt, module in enumerate(faults):
+                hold(run.root, 3 + 3 * attempt)
                 run.until(lambda attempt=attempt, run=run: run.training(attempt) and run.steps() > 1, 120)
                 steps = run.steps()
                 os.kill(min(find(cluster, module, "node2")), signal.SIGKILL)
                 for part in () if attempt else copies(cluster, "node1"):
                     shutil.rmtree(part)
                 resumes_in(run, attempt + 1, steps)
+            hold(run.root)
             said, _ = launched.communicate(timeout=120)
         finally:
             launched.kill()
         assert launched.returncode == 0, said
         found[name] = metrics(run.root)
-    assert found["cut"] == found["whole"] and len(found["cut"]) == 24
+    assert found["cut"] == found["whole"] and len(found["cut"]) == 8

@@ -41,9 +41,9 @@ def test_async_loop_is_one_step_ahead(whole: Path) -> None:
 def test_async_loop_repeats_and_resumes(tmp_path: Path, task: Path, whole: Path) -> None:
     """The run is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
     run = start(tmp_path / "cut", task, loop="async")
-    run.end_early(1, signal.SIGTERM)
+    run.end_early(1, signal.SIGTERM, ahead=1)
     run = Run("--resume", run.root, root=run.root)
-    run.end_early(3, signal.SIGKILL)
+    run.end_early(3, signal.SIGKILL, ahead=1)
     again = Run("--resume", run.root, root=run.root)
     status, out = again.end()
     assert status == 0, out + again.logs()
@@ -62,7 +62,7 @@ def test_fully_async_keeps_the_bound(tmp_path: Path, task: Path) -> None:
         "num_rollout": 10,
     }
     run = start(tmp_path, task, loop="fully-async", deterministic_mode=False, use_tis=True, max_staleness=2, **more)
-    run.end_early(2, signal.SIGTERM)
+    run.end_early(2, signal.SIGTERM, ahead=1)
     again = Run("--resume", run.root, root=run.root)
     status, out = again.end()
     assert status == 0, out + again.logs()

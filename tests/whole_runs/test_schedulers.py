@@ -47,7 +47,8 @@ def test_a_job_waits_says_why_runs_and_ends(queue: Queue, tmp_path: Path, task: 
 @over_queues_in_core
 def test_requeued_stopped_and_resumed(queue: Queue, tmp_path: Path, task: Path) -> None:
     """Near its limit a run saves and is requeued; stopped, it saves, and `hpcrl resume` submits it again."""
-    run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run", "--rollout-batch-size", "16")
+    path = sft(queue, tmp_path, task, **LONG | {"num_rollout": 100000})
+    run = queue.submit(path, tmp_path / "run", "--rollout-batch-size", "16")
     run.until(lambda: run.training(0))
     queue.cut(run)
     run.until(lambda: "queued again" in run.output())
@@ -56,7 +57,7 @@ def test_requeued_stopped_and_resumed(queue: Queue, tmp_path: Path, task: Path) 
     run.until(lambda: run.training(1))
     queue.hpcrl("stop", run.root)
     stopped = run.becomes("stopped", 60)
-    assert "hpcrl stop" in stopped["message"] and run.steps() < STEPS, stopped
+    assert "hpcrl stop" in stopped["message"], stopped
     assert (stopped["job_id"], stopped["restarts"], stopped["attempt"]) == (run.number, 1, 1)
     run.until(lambda: not queue.processes(run), 60)
     run.until(lambda: queue.status(run) == 143, 30)

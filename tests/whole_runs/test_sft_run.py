@@ -31,7 +31,7 @@ from tests.support.faults.checks import Reference
 from tests.support.faults.kinds import HANG, local_kinds
 from tests.support.faults.local import LocalBed
 from tests.support.out_of_memory import SAID
-from tests.support.runs import KEPT, SFT, Run, all_gone, events, metrics, recipe, samples, series
+from tests.support.runs import KEPT, SFT, Run, all_gone, events, hold, metrics, recipe, samples, series
 from tests.support.stand_in_trackers import stand_ins
 
 pytestmark = pytest.mark.process
@@ -102,10 +102,14 @@ def test_killed_during_a_save(tmp_path: Path, task: Path, uncut: Path) -> None:
     """Killed in the middle of a save: the previous checkpoint stays.  A tracker gets every step meanwhile, and one that
     refuses them stops nothing."""
     env = stand_ins(tmp_path, "wandb", "mlflow") | {"PACKAGES_BROKEN": "mlflow"}
-    run = start(tmp_path, task, env, actor_num_gpus_per_node=2, use_wandb=True, wandb_group="g", report_to=["mlflow"])
-    run.until(lambda: (run.root / "checkpoints" / ".partial-iter_0000004").exists())
+    hook = {"custom_megatron_before_train_step_hook_path": "tests.support.runs.held_save"}
+    values = {"actor_num_gpus_per_node": 2, "use_wandb": True, "wandb_group": "g", "report_to": ["mlflow"]}
+    run = start(tmp_path, task, env, **hook | values)
+    hold(run.root, 3)
+    run.until((run.root / "checkpoints/.partial-iter_0000004/hpcrl.json").exists)
     os.kill(run.process.pid, signal.SIGKILL)
     run.end()
+    hold(run.root)
     assert all_gone(run.root, [])
     assert (run.root / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
     resume(run.root, env)
@@ -280,10 +284,10 @@ def test_one_process_per_run_directory(tmp_path: Path, task: Path) -> None:
     run = start(tmp_path, task, num_rollout=100000, save_interval=None)
     run.until(lambda: run.steps() >= 1)
     second = Run("--resume", run.root, root=run.root)
-    status, out = second.end(30)
+    status, out = second.end()
     assert status == 2 and f"in use by process {run.process.pid}" in out, out
     run.process.send_signal(signal.SIGINT)
-    status, out = run.end(60)
+    status, out = run.end()
     assert status == 143, out
     assert "second signal ends" in out
 
@@ -292,7 +296,7 @@ def test_a_bad_prompt_line_is_named(tmp_path: Path, task: Path) -> None:
     good = (task / "train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*good[:2], '{"prompt": "2+2="}', *good[3:]]) + "\n")
     run = start(tmp_path, task, prompt_data=str(tmp_path / "train.jsonl"))
-    status, out = run.end(60)
+    status, out = run.end()
     assert status not in (0, 143)
     error = next(text for text in out.splitlines() if text.startswith("hpcrl: error: "))
     assert all(word in error for word in ("train.jsonl", "3", "label")), error
@@ -306,11 +310,14 @@ def test_full_disk(tmp_path: Path, task: Path, uncut: Path) -> None:
     require("mounts")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], check=True, timeout=240)
     try:
-        run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(small / "checkpoints"))
+        hook = {"custom_megatron_before_train_step_hook_path": "tests.support.runs.held_step"}
+        run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(small / "checkpoints"), **hook)
+        hold(run.root, 2)
         run.until(lambda: (small / "checkpoints" / "iter_0000002").exists())
         free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
         (small / "filler").write_bytes(b"x" * max(0, free - 100_000))
-        status, out = run.end(60)
+        hold(run.root)
+        status, out = run.end()
         assert status not in (0, 143), out
         assert "iter_0000004 was not saved" in out and "0.0 MB are free" in out, out
         assert (small / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
@@ -333,14 +340,14 @@ def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) ->
         if c.status == psutil.CONN_LISTEN
     ]
     run.process.send_signal(signal.SIGTERM)
-    run.end(60)
+    run.end()
     assert len(found) >= 2 and set(found) == {"127.0.0.1"}, found
 
 
 def test_checkpoints_of_another_run(tmp_path: Path, task: Path, uncut: Path) -> None:
     """Another run's checkpoints are not taken for its own."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(uncut / "checkpoints"))
-    status, out = run.end(60)
+    status, out = run.end()
     assert status == 1 and "saved by another run" in out and "--load" in out, out
 
 
@@ -396,5 +403,5 @@ def test_unwritable_directory_is_named(tmp_path: Path, task: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "b").mkdir()
     other = start(tmp_path / "b", task, save=str(tmp_path / "file" / "x"))
-    status, out = other.end(60)
+    status, out = other.end()
     assert status == 1 and "--save" in out and "writable" in out, out

@@ -193,10 +193,10 @@ def test_an_import_that_hangs_or_crashes(host: Path) -> None:
     module(host, "deep_ep", "import time; time.sleep(60)")
     module(host, "cuda.core", "import os; os.abort()")
     began = time.monotonic()
-    lines = bad(seconds=5.0)
-    assert time.monotonic() - began < 30
+    lines = bad(seconds=10.0)
+    assert time.monotonic() - began < 60
     assert "  cuda.core does" in lines[0] and ": exit code -6; " in lines[0]
-    assert "  deep_ep does" in lines[1] and ": no answer within 5 s; " in lines[1]
+    assert "  deep_ep does" in lines[1] and ": no answer within 10 s; " in lines[1]
 
 
 def test_counted_errors_are_told(host: Path) -> None:

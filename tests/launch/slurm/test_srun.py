@@ -22,7 +22,6 @@ from hpcrl.launch.slurm.steps import HetGroup, Step, read_groups
 from hpcrl.run.attempt_log import LeftOutRecord, read_attempts
 from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import RunDir
-from tests.support.cpu_seconds import slowdown
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def test_dead_host_before_srun_ends(step: Step, tmp_path: Path, line: str) -> No
     began = time.monotonic()
     with pytest.raises(PeerError, match="host node2: its process died"):
         _check([step], rundir)
-    assert time.monotonic() - began < slowdown()  # the others hold their own errors back for it, and not for long
+    assert time.monotonic() - began < 10  # the others hold their own errors back for it, and not for long
     failure = rundir.failure()
     assert failure is not None and line in str(failure)
 

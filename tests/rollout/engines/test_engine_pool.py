@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -173,16 +174,20 @@ def test_the_least_loaded_engine_is_next(bench: Bench) -> None:
 
 
 def test_who_waits_no_more_is_passed_over(bench: Bench) -> None:
+    held = threading.Event()
+
     async def job(generator: EngineClient, pool: EnginePool) -> None:
         first, second, third = (asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(3))
         while bench.engines[0].in_flight < 1:
             await asyncio.sleep(0.01)
         second.cancel()
-        await asyncio.wait_for(asyncio.gather(first, third), 5)
+        held.set()
+        await asyncio.wait_for(asyncio.gather(first, third), 20)
         assert [body["sampling_params"]["seed"] for body in bench.engines[0].bodies] == [0, 2]
 
     async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
-        await asyncio.sleep(0.1)
+        while not held.is_set():
+            await asyncio.sleep(0.01)
 
     bench.run(job, slow, rollout_server_concurrency=1)
 
@@ -218,7 +223,7 @@ def test_waiting_requests_hear_that_no_engine_is_left(bench: Bench) -> None:
 
     async def job(generator: EngineClient, pool: EnginePool) -> list[Any]:
         asked = (generator.complete(PROMPT, SAMPLING, seed, 4) for seed in range(20))
-        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
 
     found = bench.run(job, dies, rollout_server_concurrency=1)
     assert len(found) == 20 and all(isinstance(e, PeerError) for e in found)
@@ -525,8 +530,8 @@ def test_abort_spares_evaluations(bench: Bench, deaf: int) -> None:
         asked = [asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(5)]
         held_out = asyncio.create_task(generator.complete(PROMPT, replace(SAMPLING, evaluation=True), 9, 4))
         await in_flight(bench.engines, 4)
-        await asyncio.wait_for(generator.abort(), 5)
-        found = await asyncio.wait_for(asyncio.gather(*asked), 1)
+        await asyncio.wait_for(generator.abort(), 20)
+        found = await asyncio.wait_for(asyncio.gather(*asked), 20)
         assert [c.status for c in found] == [ABORTED] * 5
         for seed, completion in enumerate(found[:4]):
             body = next(b for b in bench.engines[0].bodies if b["sampling_params"]["seed"] == seed)
@@ -545,7 +550,7 @@ def test_abort_spares_evaluations(bench: Bench, deaf: int) -> None:
 
 
 def test_abort_of_nothing_is_over_at_once(bench: Bench) -> None:
-    bench.run(lambda generator, pool: asyncio.wait_for(generator.abort(), 1), None)
+    bench.run(lambda generator, pool: asyncio.wait_for(generator.abort(), 20), None)
 
 
 def test_abort_waits_for_no_dead_engine(bench: Bench) -> None:
@@ -555,7 +560,7 @@ def test_abort_waits_for_no_dead_engine(bench: Bench) -> None:
         aborting = asyncio.create_task(generator.abort())
         await asyncio.sleep(0.1)
         await asyncio.to_thread(bench.engines[0].die)
-        await asyncio.wait_for(aborting, 5)
+        await asyncio.wait_for(aborting, 20)
         assert (await asked).status == ABORTED
 
     bench.run(job, hang)

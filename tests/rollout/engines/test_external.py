@@ -27,6 +27,7 @@ from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.transport.auth import borrowed_key, http_key, key_of_engine, make_keys
+from tests.support.runs import unused_port
 
 HERE = Location("127.0.0.1", (0,))
 _REALMS = itertools.count(1)
@@ -117,8 +118,7 @@ async def until(condition: object, seconds: float = 20) -> None:
 
 
 def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
-    with serving("k" * 64) as served:
-        port = served.port
+    port = unused_port()
     context = run_with(tmp_path, f"127.0.0.1:{port}", attempts=3, rollout_health_check_timeout=2.0)
     (context.rundir.keys / "engine-1.key").write_text("k" * 64)
     pool = EnginePool(context.rundir, context.plan, context.options, registry=Registry(1))
@@ -199,8 +199,8 @@ def test_keys_are_shared_by_pairs_only(tmp_path: Path) -> None:
 
 def test_an_engine_served_again_has_another_key(tmp_path: Path, fast: None) -> None:
     """Who listens at its address meanwhile is told a key that opens nothing afterwards, whatever realm it names."""
-    with serving("k" * 64) as first:
-        port = first.port
+    port = unused_port()
+    with serving("k" * 64, port) as first:
         context = run_with(tmp_path, f"127.0.0.1:{port}", attempts=3, rollout_health_check_timeout=2.0)
         (context.rundir.keys / "engine-1.key").write_text("k" * 64)
 

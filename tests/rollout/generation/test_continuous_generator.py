@@ -82,7 +82,7 @@ def test_all_groups_are_accounted_for(tmp_path: Path) -> None:
 
 def test_a_slow_group_is_overtaken_but_not_for_ever(tmp_path: Path) -> None:
     def takes(asked: Any) -> float:
-        return 0.15 if asked.group.number == 1 else 0.0
+        return 0.5 if asked.group.number == 1 else 0.0
 
     async def run() -> None:
         attempt = Streaming(tmp_path / "run", FakeSampler(takes))

@@ -246,8 +246,8 @@ def test_a_plain_reward_may_call_asyncio_run() -> None:
 
 def test_async_rewards_run_side_by_side() -> None:
     begun = time.monotonic()
-    found = graded(*(sample("x", response_index=i) for i in range(60)), custom_rm_path=f"{HERE}.waits_half_a_second")
-    assert [s.reward for s in found] == [1.0] * 60 and time.monotonic() - begun < 15
+    found = graded(*(sample("x", response_index=i) for i in range(600)), custom_rm_path=f"{HERE}.waits_half_a_second")
+    assert [s.reward for s in found] == [1.0] * 600 and time.monotonic() - begun < 90
 
 
 def test_a_server_is_asked_many_things_at_once() -> None:
@@ -346,7 +346,7 @@ def test_a_grading_that_never_returns_is_a_time_out(name: str, values: dict[str,
 
 
 def test_what_a_killed_reward_had_started_is_ended_too(tmp_path: Path) -> None:
-    graded(sample(str(tmp_path / "pid")), custom_rm_path=f"{HERE}.starts_a_process", reward_timeout=1.0)
+    graded(sample(str(tmp_path / "pid")), custom_rm_path=f"{HERE}.starts_a_process", reward_timeout=5.0)
     pid = int((tmp_path / "pid").read_text())
     assert gone([pid])
 

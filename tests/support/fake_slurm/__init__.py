@@ -76,7 +76,7 @@ class FakeSlurm:
         words = self.run(["scontrol", "--oneliner", "show", "job", str(number)]).stdout.splitlines()[0].split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def end(self, seconds: float = 15) -> list[str]:
+    def end(self, seconds: float = 60) -> list[str]:
         """Give every job a while to end, then cancel it; what had to be cancelled, or said that it failed itself."""
         deadline = time.monotonic() + seconds
         left = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,6 +54,7 @@ def train(opts: Options, root: Path) -> list[float]:
     assert copies.newest == 0 and not copies.start_copy(Position(END, END, {})), (
         "it is waited for no longer than may be"
     )
+    MAY_SEND.set()
     copies._pending.late, copies._patience = False, 60.0
     copies.settle(END)
     assert copies.newest == MEMORY, "what a later step would make the newest but one is waited for"
@@ -77,8 +77,12 @@ def train(opts: Options, root: Path) -> list[float]:
     return after
 
 
+#: a rank sends late: once another one has waited in vain
+MAY_SEND = threading.Event()
+
+
 def sent_late(send: Callable[[Any], None], pending: object) -> None:
-    time.sleep(2)
+    MAY_SEND.wait(60)
     send(pending)
 
 

@@ -230,7 +230,7 @@ def exported(policy: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def exported_to_a_slow_reader(opts: Options) -> int:
-    """Two ranks that hold the same, groups that give up after 2 s, and a reader that takes 4 s for a tensor."""
+    """Two ranks that hold the same, groups that give up after 4 s, and a reader that takes 7 s for a tensor."""
     import time
 
     from torch.distributed import distributed_c10d
@@ -239,13 +239,13 @@ def exported_to_a_slow_reader(opts: Options) -> int:
     from hpcrl.trainer.megatron import hf_weights
 
     policy = start(opts)
-    distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    distributed_c10d._set_pg_timeout(timedelta(seconds=4))
     patient = make_patient(opts)
     hf_weights.PACE = PACE
     number = 0
     for number, _ in enumerate(hf_weights.export(policy, patient), 1):
         if number == 3 and policy.ranks.rank == 0:
-            time.sleep(4)
+            time.sleep(7)
     return number
 
 
