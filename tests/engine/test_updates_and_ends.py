@@ -28,6 +28,7 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers import teacher_logprobs
 from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.sample import Sample
+from hpcrl.utils.waiting import Deadline, poll
 from hpcrl.weights.comparison import Differs
 from hpcrl.weights.pieces.elements import PieceValues
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Engines, Pairs, Reference, Side, generate, raw_push
@@ -146,9 +147,7 @@ def begin_four(shm: Side, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any
     address = shm.engines.address()
     begun = metric(address, "generation_tokens_total")
     waiting = [pool.submit(generate, address, [*PROMPT, 30 + i], 950, seed=i) for i in range(4)]
-    deadline = time.monotonic() + 60
-    while metric(address, "generation_tokens_total") < begun + 8:
-        assert time.monotonic() < deadline
+    assert poll(lambda: metric(address, "generation_tokens_total") >= begun + 8, Deadline(60), 0.0)
     return waiting
 
 

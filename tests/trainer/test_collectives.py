@@ -19,7 +19,7 @@ def start() -> Any:
 
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # which the start of all ranks also takes from
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # the start of all ranks counts too
     dist.barrier()
     dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=5))
     return dist

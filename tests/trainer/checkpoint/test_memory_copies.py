@@ -77,7 +77,7 @@ def train(opts: Options, root: Path) -> list[float]:
     return after
 
 
-#: a rank sends late: once another one has waited in vain
+#: set once rank 0 has waited in vain for rank 1, which sends only then
 MAY_SEND = threading.Event()
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.utils.waiting import Deadline
+from hpcrl.utils.waiting import Deadline, poll
 from hpcrl.weights.pieces import piece_update
 from hpcrl.weights.pieces.choose_transport import choose_transport
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire
@@ -142,10 +142,7 @@ def test_a_communicator_that_comes_too_late(nccl: Nccl) -> None:
     with pytest.raises(DeadlineError, match="joined NCCL within"):
         choose_transport(group, 0, UpdateGroup("h", 1, 1, 1, 0.2, name), DEVICE)
     made = choose_transport(group, 0, UpdateGroup("h", 1, 1, 1, 20, name), DEVICE)
-    deadline = Deadline(20)
-    while len(nccl.open) != 1:
-        assert not deadline.over, "the first one is not gone"
-        time.sleep(0.01)
+    assert poll(lambda: len(nccl.open) == 1, Deadline(20), 0.01), "the first one is not gone"
     made.close()
     assert not nccl.open
 
